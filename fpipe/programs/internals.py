@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.backends import cuda
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actions.product import feature
@@ -145,18 +146,10 @@ def ambient() -> Ambient:
     )
 
 
-def default_device() -> torch.device | None:
-    """The device of new tensors, if one is set; torch sets it by a mode on its function stack."""
-    if torch._C._len_torch_function_stack():
-        return torch.get_default_device()
-    return None
-
-
 def function_modes() -> tuple[str, ...]:
-    """The names of the ``TorchFunctionMode`` of the user that are active."""
-    active = range(torch._C._len_torch_function_stack())
-    kinds = [type(torch._C._get_function_stack_at(place)) for place in active]
-    return tuple([kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.")])
+    """Each ``TorchFunctionMode`` that is active: the device of new tensors, or a class."""
+    modes = _get_current_function_mode_stack()
+    return tuple([str(getattr(mode, "device", type(mode))) for mode in modes])
 
 
 #: Settings of torch that choose kernels.
@@ -176,7 +169,6 @@ STATE = (
     ambient,
     torch.is_autocast_cache_enabled,
     torch.get_default_dtype,
-    default_device,
     function_modes,
     *KERNELS,
 )

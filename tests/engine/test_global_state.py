@@ -71,15 +71,13 @@ SETTERS: dict[str, tuple[Callable[[Any], object], Callable[[], Any], Any]] = {
     ),
 }
 
-TRACED = [get for get in STATE if get is not internals.function_modes]  # which is refused
-
 
 @contextmanager
 def changed(name: str) -> Any:
     if name == "ambient":
         with torch.autocast("cpu", torch.bfloat16):
             yield
-    elif name == "default_device":
+    elif name == "function_modes":
         with torch.device("cpu:0"):
             yield
     else:
@@ -92,12 +90,12 @@ def changed(name: str) -> Any:
             put(before)
 
 
-@pytest.mark.parametrize("get", TRACED, ids=lambda get: get.__name__)
+@pytest.mark.parametrize("get", STATE, ids=lambda get: get.__name__)
 def test_a_call_under_another_state_is_traced_again(get: Callable[[], Any]):
     seen: list[Any] = []
 
     def stage(p: Tensor, x: Tensor) -> Tensor:
-        seen.append(get())
+        seen.append(get()[:1] if get is internals.function_modes else get())  # torch traces by one
         return x * p
 
     pipe = fpipe.pipeline([stage] * 2, loss=torch.sum, microbatches=2, group=fpipe.local(2))
