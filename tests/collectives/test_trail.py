@@ -143,6 +143,19 @@ def test_a_failure_that_another_rank_concluded_is_known_without_the_store():
     assert "Rank 2 raised ValueError: boo. Look at rank 2 first" in str(error)
 
 
+def test_a_search_that_has_no_time_left_does_not_say_that_there_is_no_journal():
+    """A busy store answered late, and the error said that a rank had no entry, which it had."""
+    with journals(2) as (_, found):
+        mine, other = found
+        other.note("3F1")
+        other.write()
+        assert "3F1" in trail.search(mine, 0, (1,), True, (1,)).text
+        mine.hurry(0.0)
+        assert trail.search(mine, 0, (1,), False, (1,)).text == "" and mine.lost
+        mine.hurry()
+        assert "3F1" in trail.search(mine, 0, (1,), True, (1,)).text and not mine.lost
+
+
 def test_the_rank_that_does_not_connect_is_named():
     """A rank that stopped after the roll call: the others named the host of the store."""
     with journals(3) as (store, found):
