@@ -41,6 +41,8 @@ _ONE_PER = {
     **dict.fromkeys(_OF_BOUNDARY, "boundaries between stages"),
     **dict.fromkeys(("load", "size"), "microbatches"),
 }
+#: Numbers other than 0: sums and quotients of smaller and larger ones are not finite.
+_LEAST, _MOST = 1e-100, 1e100
 _refuse = partial(ScheduleError, rule="costs")
 
 
@@ -399,11 +401,13 @@ def number(name: str, value: object) -> float:
     except (TypeError, ValueError, OverflowError):
         result = nan
     if name == "bandwidth":
-        valid = result > 0
+        valid = result >= _LEAST
     else:
-        valid = 0 <= result < inf
+        valid = result == 0 or _LEAST <= result <= _MOST
     if not valid:
         kind = "above 0" if name == "bandwidth" else "from 0 up"
+        if 0 < result < inf:
+            kind = f"of at least {_LEAST:g} and at most {_MOST:g}"
         raise _refuse(
             f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per "
             "stage"

@@ -382,6 +382,14 @@ def test_costs_in_text_that_cannot_be_read(text: str) -> None:
     assert caught.value.rule == "costs"
 
 
+@pytest.mark.parametrize("value", [1e308, 1e-320, 1e101])
+def test_costs_whose_sums_are_not_finite(value: float) -> None:
+    """A time of infinity, and pictures that failed."""
+    with pytest.raises(ScheduleError, match="must be a number of at least 1e-100 and at most"):
+        Costs(F=value)
+    assert Costs(F=0.0, I=1e-100, W=1e100, bandwidth=float("inf")).F == 0
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", '{"G": 1}', '{"F": "1"}', '{"F": null}', "[" * 100_000, '{"F": {"0": 1}}'],

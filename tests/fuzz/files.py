@@ -250,8 +250,9 @@ def read_tensors(folder: Path) -> None:
     found: dict[str, Any] = {}
     for path in sorted((folder / "m").glob("*.safetensors")):
         found |= {name: bits(t) for name, t in safetensors.torch.load_file(path).items()}
-    if found != named(params):
-        raise WrongError(f"{named(params)}, where safetensors has {found}")
+    streamed = {name: bits(tensor) for name, tensor in fpipe.stream(two(), params)}
+    if found != streamed:
+        raise WrongError(f"{streamed}, where safetensors has {found}")
 
 
 def make_experts(folder: Path) -> None:
@@ -366,6 +367,9 @@ def read_the_plan(folder: Path) -> None:
     path = folder / "plan.toml"
     found = read_plan(path)
     tables = tomllib.loads(path.read_text())
+    sizes = tables["model"]
+    sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
+    sizes["head_dim"] = sizes["head_dim"] or sizes["hidden"] // sizes["heads"]
     layout = asdict(found.layout)
     said = {
         "model": asdict(found.job.model),
@@ -496,7 +500,10 @@ def costs(draw: random.Random, folder: Path, outside: Path) -> str:
 def read_costs(folder: Path) -> None:
     """The numbers of the file, and a simulation that ends with numbers."""
     path = folder / "costs.json"
-    run_command(["draw", "1F1B", "--ranks", "2", "--microbatches", "2", "--costs", str(path)])
+    draw = ["draw", "1F1B", "--ranks", "2", "--microbatches", "2", "--costs", str(path)]
+    run_command(draw)
+    for kind in ("svg", "html", "json"):
+        run_command([*draw, "--out", str(folder / f"p.{kind}")])
     text = path.read_bytes().decode("utf-8", "replace")
     found = fpipe.Costs.from_json(text)
     for name, value in json.loads(text).items():

@@ -495,6 +495,8 @@ def deep(levels: int) -> list[Any]:
         lambda rows: rows["trees"].update(note=deep(400)),
         lambda rows: rows["stages"].update(first=deep(400)),
         lambda rows: rows.update(slots=3),
+        lambda rows: rows["slots"]["params"].pop("first.w"),  # it was None
+        lambda rows: rows["slots"]["params"].update({"first.w": ["leaf", "params/last.w"]}),
         lambda rows: rows["slots"].update(params=3),
         lambda rows: rows["slots"]["params"].update({"first.w": None}),
         lambda rows: rows["trees"].update(params=5),

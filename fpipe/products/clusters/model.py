@@ -231,7 +231,7 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in KINDS:
         raise PlanError(
-            f"{where}: model_type is {kind!r}, and known are {', '.join(KINDS)}; give the nearest "
+            f"{where}: model_type is {kind!r:.60}, and known are {', '.join(KINDS)}; give the nearest "
             "of them"
         )
     for name, usual in (

@@ -131,7 +131,7 @@ def _record(
         expected = _TYPES.get(types.get(key, ""), ())
         if type(value) not in expected:
             raise PlanError(
-                f"{where}: [{name}] {key} = {value!r:.60} does not belong there; {_REMEDY}"
+                f"{where}: [{name}] {key:.60} = {value!r:.60} does not belong there; {_REMEDY}"
             )
     if lacking := [key for key in types if key not in table]:
         raise PlanError(f"{where}: [{name}] lacks {', '.join(lacking)}; {_REMEDY}")
