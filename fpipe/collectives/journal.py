@@ -122,7 +122,12 @@ class Journal:
         self.write()
         if self.concluded is None and time.monotonic() - self._looked > BEAT:
             self._looked = time.monotonic()
-            self.concluded = self._read(_FIRST, Conclusion)
+            self.first()
+
+    def first(self) -> Conclusion | None:
+        """Read ``concluded``."""
+        self.concluded = self.concluded or self._read(_FIRST, Conclusion)
+        return self.concluded
 
     def write(self) -> None:
         """Write changes now, and a sign of life if the last one is old."""
