@@ -79,6 +79,14 @@ class Cell(NamedTuple):
         """Whether another process causes the fault."""
         return self.who in (HOST, FIRST, SECOND) or self.what == "cut"
 
+    def beside(self, timeout: float) -> float:
+        """Seconds beside the time-out that a survivor may take: where the clock of a rank steps, it
+        computes for longer, and a slow link may let through a message, which ends a wait.
+        """
+        if self.what == "clock":
+            return 1.5 * timeout
+        return timeout if self.what == "slow" and self.who in (FIRST, SECOND) else 0.0
+
     @property
     def caller(self) -> int:
         """The rank whose progress decides when the fault happens."""
@@ -157,6 +165,7 @@ class Fate:
 
 def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
     """Steps, in one of which the fault happens, and a barrier at the end."""
+    together(fate.folder, cell.ranks)
     if fate.at("init"):
         fate.strike()
     pp, dp, tp = cell.shape
@@ -268,6 +277,15 @@ def shorten(group: Any, timeout: float) -> None:
         each.timeout = each._monitor.timeout = each._rendezvous.store.seconds = timeout
         set_timeout(each.pg, timeout)
     meet(group)  # a rank may still wait in the first one, for as long as it takes to start
+
+
+def together(folder: Path, ranks: int) -> None:
+    """Wait until all processes have started: Ray starts them one after another, and a busy machine
+    late.
+    """
+    end = time.monotonic() + 2 * _START
+    while time.monotonic() < end and len(list(folder.glob("pid*[0-9]"))) < ranks:
+        time.sleep(0.02)
 
 
 def meet(group: Any) -> None:

@@ -67,7 +67,7 @@ WHEN = (
 HOW, OVER = ("env", "agent store", "launch", "torchrun", "ray"), ("memory", "gloo")
 FOREIGN = ("torchrun", "ray")  #: they start the ranks themselves, on one host
 LATE = 5.0  #: seconds after the time-out within which a survivor must end
-_START = 60.0  #: seconds for the fault to happen
+_START = 150.0  #: seconds for the fault to happen
 _PATIENCE = 12.0  #: seconds after the time-out until a rank counts as hanging
 _MOST = 4
 _DONE = "none: no error"
@@ -196,7 +196,7 @@ class Job:
         elif cell.how != "env":
             self.host = self._process(host_main, self._at(0), cell.how == "launch", self._name(0))
         if self.host is not None:
-            _until(lambda: (folder / "port").exists(), 20)
+            _until(lambda: (folder / "port").exists(), 120)
             port = int((folder / "port").read_text())
         else:
             port = 20000 + random.randrange(10000)
@@ -277,7 +277,7 @@ class Job:
                 self.strike()
             if fault is None and (self.folder / "fault").exists():
                 fault = float((self.folder / "fault").read_text())
-                end = fault + self.timeout + _PATIENCE
+                end = fault + self.timeout + _PATIENCE + self.cell.beside(self.timeout)
             for rank in self.survivors():
                 if rank not in self.ended and self.ranks[rank].exitcode is not None:
                     self.ended[rank] = time.monotonic()
@@ -307,8 +307,7 @@ class Job:
             if cell.what == "clock":
                 ours, text = text == _DONE, f"{text}, since clocks do not matter"
             latest = max(latest, when - fault)
-            traced = 1.5 * self.timeout if cell.what == "clock" else 0.0
-            in_time &= ours and when - fault <= self.timeout + LATE + traced
+            in_time &= ours and when - fault <= self.timeout + LATE + cell.beside(self.timeout)
             named &= self._named(rank, text) or text.startswith(f"{_DONE}, since")
             texts[rank] = f"{when - fault:.1f} s {text}"
         return Outcome(cell, in_time, named, latest, texts)
@@ -323,7 +322,7 @@ class Job:
             return report["ours"], report["when"], f"{report['kind']}: {report['text']}"
         text = _tail(self.folder / f"log{rank}")
         if self.cell.how == "torchrun" and (report or "fpipe.errors." not in text):
-            _until((self.folder / "agent").exists, 10)  # it ends the others after a failure
+            _until((self.folder / "agent").exists, 30)  # it ends the others after a failure
             first = (self.folder / "agent").read_text()
             path = self.folder / f"report{first.split(',')[0].split()[1]}"
             why = json.loads(path.read_text())["text"] if path.exists() else ""
@@ -451,6 +450,14 @@ def run_cell(cell: Cell, timeout: float, networks: SimpleQueue[Network]) -> Outc
     return problem
 
 
+def _ended(cell: Cell, timeout: float, networks: SimpleQueue[Network]) -> Outcome | str:
+    """A cell; why it could not be run, so that the others are."""
+    try:
+        return run_cell(cell, timeout, networks)
+    except (TimeoutError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def run(
     chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None, verbose: bool
 ) -> int:
@@ -470,7 +477,7 @@ def run(
         progress = stack.enter_context(Progress(*columns, console=console))
         pool = stack.enter_context(ThreadPoolExecutor(at_once))
         bar = progress.add_task("cells", total=len(chosen))
-        results = pool.map(lambda cell: run_cell(cell, timeout, networks), chosen)
+        results = pool.map(lambda cell: _ended(cell, timeout, networks), chosen)
         for cell, outcome in zip(chosen, results, strict=True):
             progress.advance(bar)
             if isinstance(outcome, str):

@@ -41,6 +41,8 @@ _ONE_PER = {
     **dict.fromkeys(_OF_BOUNDARY, "boundaries between stages"),
     **dict.fromkeys(("load", "size"), "microbatches"),
 }
+#: Numbers other than 0: sums and quotients of smaller and larger ones are not finite.
+_LEAST, _MOST = 1e-100, 1e100
 _refuse = partial(ScheduleError, rule="costs")
 
 
@@ -200,8 +202,12 @@ class Costs:
         except (ValueError, RecursionError) as error:
             raise _refuse(f"these costs are not JSON: {error}") from None
         names = (*_ONE_PER, "unit")
-        if not isinstance(values, dict) or not set(values) <= set(names):
-            raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
+        others = [values] if not isinstance(values, dict) else [n for n in values if n not in names]
+        if others:
+            raise _refuse(
+                f"{others[0]!r:.60} is no name of a cost; costs in JSON are an object with some of "
+                f"the names {', '.join(names)}"
+            )
         return cls(**values)
 
     def table(self, ran: Collection[str] = OPS) -> str:
@@ -375,7 +381,10 @@ def _numbers(name: str, value: Any) -> Any:
         try:
             value = [value[stage] for stage in range(len(value))]
         except KeyError:
-            raise _refuse(f"{name} must name every stage from 0 on, without gaps") from None
+            raise _refuse(
+                f"{name} has {list(value)!r:.60}, and must name every stage from 0 on, without "
+                "gaps; give one number, or one per stage"
+            ) from None
     value = getattr(value, "tolist", lambda: value)()  # an array or a tensor
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(number(name, item) for item in value)
@@ -392,11 +401,13 @@ def number(name: str, value: object) -> float:
     except (TypeError, ValueError, OverflowError):
         result = nan
     if name == "bandwidth":
-        valid = result > 0
+        valid = result >= _LEAST
     else:
-        valid = 0 <= result < inf
+        valid = result == 0 or _LEAST <= result <= _MOST
     if not valid:
         kind = "above 0" if name == "bandwidth" else "from 0 up"
+        if 0 < result < inf:
+            kind = f"of at least {_LEAST:g} and at most {_MOST:g}"
         raise _refuse(
             f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per "
             "stage"

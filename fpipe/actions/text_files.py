@@ -22,8 +22,14 @@ _STREAMS = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
 
 
 def read_bytes(path: str | PathLike[str], most: int) -> bytes:
-    """The bytes of a file; ValueError if it has more than ``most``. No more than these are read."""
-    with open(path, "rb") as file:
+    """The bytes of a file; ValueError if it has more than ``most``. No more than these are read.
+
+    A pipe into which nobody writes is empty: to wait for a writer may have no end.
+    """
+    at_once = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, how: os.open(name, how | at_once)) as file:
+        if at_once:
+            os.set_blocking(file.fileno(), True)
         raw = file.read(most + 1)
     if len(raw) > most:
         raise ValueError(f"it has more than {most} bytes, and no larger file is read")

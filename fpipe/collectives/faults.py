@@ -26,7 +26,7 @@ from ..errors import FpipeError, GroupError, MismatchError, PeerError, StalledEr
 from ._store import backends, members, name_of
 from .bounded import BoundedStore, StoreLostError, host
 from .journal import BEAT, GRACE, Entry, Journal
-from .trail import RAISED, Trail, at, search
+from .trail import GONE, RAISED, Trail, at, search
 
 _LATE = ("timed out", "timeout", "time out")
 _OF_STORE = StoreLostError, dist.DistNetworkError, dist.DistStoreError
@@ -181,6 +181,9 @@ class FaultMonitor:
         # Before anything else: the backend may have closed this rank's connections already.
         journal.failed("", peers, lost=not late)
         trail = search(journal, self.me, peers, not late, self.others)
+        first = journal.first() if trail.kind == GONE else None
+        if first is not None and first.suspect != self.me:  # of a busy rank no report came yet
+            trail = Trail(first.text, first.suspect)
         if journal.lost and trail.kind != RAISED:
             one = len(peers) == 1 and not isinstance(error, _OF_STORE)
             trail = self._without_store(trail, one)

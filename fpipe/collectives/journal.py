@@ -85,7 +85,7 @@ class Journal:
         self._begun = time.monotonic()  # when its action began
         self._written = self._looked = 0.0  # when the entry was written, and others' were read
         self._store = BoundedStore(store.raw, _PATIENCE, _PAUSE)
-        self._gone = False
+        self._gone = self._late = False
         self._watched: tuple[float, Callable[[], object]] | None = None
         self._until = float("inf")
         self._lock = threading.RLock()
@@ -122,7 +122,12 @@ class Journal:
         self.write()
         if self.concluded is None and time.monotonic() - self._looked > BEAT:
             self._looked = time.monotonic()
-            self.concluded = self._read(_FIRST, Conclusion)
+            self.first()
+
+    def first(self) -> Conclusion | None:
+        """Read ``concluded``."""
+        self.concluded = self.concluded or self._read(_FIRST, Conclusion)
+        return self.concluded
 
     def write(self) -> None:
         """Write changes now, and a sign of life if the last one is old."""
@@ -144,6 +149,7 @@ class Journal:
 
     def hurry(self, seconds: float = float("inf")) -> float:
         """Use the store for some seconds from now on; returns their end."""
+        self._late = False
         self._until = time.monotonic() + seconds
         return self._until
 
@@ -166,8 +172,10 @@ class Journal:
 
     @property
     def lost(self) -> bool:
-        """Whether the store cannot be reached."""
-        return self._gone or self._store.lost
+        """Whether the store cannot be reached, or did not answer within the seconds of
+        :meth:`hurry`.
+        """
+        return self._gone or self._store.lost or self._late
 
     def _publish(self, entry: Entry) -> None:
         with self._lock:  # the thread does not write over a failure
@@ -183,7 +191,8 @@ class Journal:
     def _use(self, call: Callable[[BoundedStore], U]) -> U | None:
         with self._lock:
             left = self._until - time.monotonic()
-            if self._gone or left <= 0:
+            self._late = left <= 0
+            if self._gone or self._late:
                 return None
             self._store.seconds = min(_PATIENCE, left)
             try:

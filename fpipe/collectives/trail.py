@@ -18,7 +18,7 @@ from typing import NamedTuple
 from .journal import BEAT, Entry, Journal
 
 #: How likely a rank is the cause: the smallest is.
-RAISED, _GONE, _SILENT, _IDLE, _WAITS = range(5)
+RAISED, GONE, _SILENT, _IDLE, _WAITS = range(5)
 _SOON = 0.5  #: seconds to wait for the report of a rank whose connection broke
 
 
@@ -46,7 +46,7 @@ def search(
     answer is the cause.
     """
     best, seen = _walk(journal, me, peers, lost, frozenset())
-    if best.kind > _GONE and seen and not journal.lost:
+    if best.kind > GONE and seen and not journal.lost:
         silent = _silent(journal, seen.union(others if best.kind == _IDLE else ()))
         best, _ = _walk(journal, me, peers, lost, silent)
         if best.kind == _IDLE and silent:
@@ -73,7 +73,7 @@ def _walk(
             best = Trail(
                 (way + text).removesuffix("; "), rank, kind, entry is not None or way != ""
             )
-        if kind <= _GONE:
+        if kind <= GONE:
             break
         if kind == _WAITS and entry is not None:
             verb = "lost" if entry.lost else "waits for"
@@ -91,12 +91,12 @@ def _state(
     if entry is None:
         if gone:
             nothing = ", and left no journal entry" if readable else ""
-            return _GONE, f"rank {rank} is gone{nothing}"
+            return GONE, f"rank {rank} is gone{nothing}"
         no_entry = f"rank {rank} has no journal entry"
         return (_SILENT, no_entry) if silent else (_WAITS, no_entry if readable else "")
     action = f", and its last known action was {entry.note or '(none)'}, for {entry.age:.1f} s"
     if entry.failure is None and gone:
-        return _GONE, f"rank {rank} is gone{action}"
+        return GONE, f"rank {rank} is gone{action}"
     if entry.failure is None and silent:
         return _SILENT, f"rank {rank} does not answer{action}"
     if entry.failure is not None and not entry.peers:

@@ -7,6 +7,8 @@ Knows plans and programs; no pipeline and no call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..actions.costs import Costs
 from ..actions.product import feature, product
 from ..lowering.plan import Plan
@@ -69,24 +71,25 @@ class Plans:
     def __getitem__(self, rank: int) -> Plan:
         return self.by_rank[rank]
 
+    def __iter__(self) -> Iterator[Plan]:
+        return (self.by_rank[rank] for rank in sorted(self.by_rank))
+
     def __str__(self) -> str:
-        plans = [plan for _, plan in sorted(self.by_rank.items())]
         rows = ["rank  instructions  slots  peak bytes"]
-        for p in plans:
+        for p in self:
             rows.append(f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}")
         if self.graph is not None:
             rows.append(f"its graph keeps {self.graph:,} bytes allocated at most")
-        return "\n".join([*rows, "", *map(str, plans)])
+        return "\n".join([*rows, "", *map(str, self)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a table, and the instructions of each rank, folded."""
-        plans = [plan for _, plan in sorted(self.by_rank.items())]
         head = "rank", "instructions", "slots", "peak bytes"
-        rows = [(plan.rank, len(plan.instructions), plan.slots, f"{plan.peak:,}") for plan in plans]
+        rows = [(plan.rank, len(plan.instructions), plan.slots, f"{plan.peak:,}") for plan in self]
         pictures = product("pictures")
-        return pictures.table(head, rows) + "".join(pictures.titled(str(plan)) for plan in plans)
+        return pictures.table(head, rows) + "".join(pictures.titled(str(plan)) for plan in self)
 
 
 def _held_by_a_graph(prepared: Prepared) -> int:

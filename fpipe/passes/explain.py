@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ..engine.kinds import _NOTHING
@@ -145,6 +146,19 @@ def nested_tensor_error(label: str, aval: Aval) -> TraceError:
         f"stage {label} is given a {aval}, and tensors that contain tensors cannot be traced; give "
         f"it the local tensors, or {EAGERLY}"
     )
+
+
+def check_function_modes(label: str) -> None:
+    """Raise TraceError under a TorchFunctionMode of the user: the program would be under it
+    again.
+    """
+    for mode in map(type, _get_current_function_mode_stack()):
+        if not mode.__module__.startswith("torch."):
+            raise TraceError(
+                f"stage {label} is traced while {mode.__name__} is active, and a TorchFunctionMode "
+                f"would change the program again when it runs; enter it inside of the stage, or "
+                f"{EAGERLY}"
+            )
 
 
 def sparse_gradient_error(label: str, shape: Sequence[int]) -> TraceError:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.backends import cuda
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actions.product import feature
@@ -145,11 +146,10 @@ def ambient() -> Ambient:
     )
 
 
-def default_device() -> torch.device | None:
-    """The device of new tensors, if one is set; torch sets it by a mode on its function stack."""
-    if torch._C._len_torch_function_stack():
-        return torch.get_default_device()
-    return None
+def function_modes() -> tuple[str, ...]:
+    """Each ``TorchFunctionMode`` that is active: the device of new tensors, or a class."""
+    modes = _get_current_function_mode_stack()
+    return tuple([str(getattr(mode, "device", type(mode))) for mode in modes])
 
 
 #: Settings of torch that choose kernels.
@@ -169,7 +169,7 @@ STATE = (
     ambient,
     torch.is_autocast_cache_enabled,
     torch.get_default_dtype,
-    default_device,
+    function_modes,
     *KERNELS,
 )
 

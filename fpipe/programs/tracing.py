@@ -34,6 +34,7 @@ from .internals import (
     draws,
     empty,
     fake_inputs,
+    function_modes,
     is_fake,
     mutates,
     operator_of,
@@ -72,6 +73,8 @@ def traced(
         for aval in argument.avals.values():
             if aval.kind is not None:
                 raise feature("explain").nested_tensor_error(stage.label, aval)
+    if function_modes():
+        feature("explain").check_function_modes(stage.label)
     shown = shown or str(signature)
     # A trace is cached for all callers, so it must not depend on their modes.
     with quiet(), torch.inference_mode(False), torch.enable_grad():

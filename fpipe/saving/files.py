@@ -188,7 +188,7 @@ def header(file: BufferedReader, what: str) -> dict[str, Header]:
         return dict(tensors)
     except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise CheckpointError(
-            f"{what} is no safetensors file: {error}; files of other formats are not read"
+            f"{what} is no safetensors file: {error!s:.300}; files of other formats are not read"
         ) from error
 
 
@@ -253,15 +253,18 @@ class Stored(NamedTuple):
 def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
     """The tensors of a safetensors file, or of those in a folder, by name; their data are not read.
 
+    A link that is given as the path is followed, and in a folder of the cache of the Hugging Face
+    hub its links to the blobs of the same model. Other links in a folder are not.
+
     Raises:
         CheckpointError: if there are none, a file is no safetensors file, or two have a tensor of
         one name.
     """
     place = Path(path)
     if place.is_file():
-        files = [place]
+        files = [Path(os.path.realpath(place))]
     else:
-        files = sorted(place.glob("*.safetensors"))
+        files = [_blob(file) for file in sorted(place.glob("*.safetensors"))]
     if not files:
         raise CheckpointError(
             f"{place} is no safetensors file and no folder of such; formats with pickles are not "
@@ -277,6 +280,17 @@ def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
                     )
                 tensors[name] = Stored(path.parent, path.name, entry)
     return tensors
+
+
+def _blob(path: Path) -> Path:
+    """The file behind a link in the cache of the hub: ``snapshots/REVISION/FILE`` leads to
+    ``blobs``, beside ``snapshots``.
+    """
+    target = Path(os.path.realpath(path))
+    beside = [folder.parent for folder in path.absolute().parents if folder.name == "snapshots"]
+    if any(target.parent == Path(os.path.realpath(model / "blobs")) for model in beside):
+        return target
+    return path
 
 
 def plain(tensor: Tensor, name: str) -> Tensor:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .files import Entry, grouped, stored, write
 from .manifest import Manifest
 from .reading import read_leaf
 
+T = TypeVar("T")
 #: Reads a tensor.
 Read: TypeAlias = Callable[[], Tensor]
 INDEX = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 #: Other names on disk of the same parameters.
 _OTHER = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,8})\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
@@ -53,14 +54,25 @@ def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
             plain = ".".join(_OTHER.get(part, part) for part in name.split("."))
         match = _EXPERT.fullmatch(plain)
         if match is None:
-            found[plain] = read
+            _put(found, plain, read, plain)
         else:
-            experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = read
+            part = experts.setdefault(match[1], {}).setdefault(match[3], {})
+            _put(part, int(match[2]), read, plain)
     for head, rows in experts.items():
         for name, parts in _FUSED.items():
             if all(part in rows for part in parts):
-                found[f"{head}.{name}"] = Experts(head, [rows[part] for part in parts])
+                whole = f"{head}.{name}"
+                _put(found, whole, Experts(head, [rows[part] for part in parts]), whole)
     return found
+
+
+def _put(rows: dict[T, Read], key: T, read: Read, name: str) -> None:
+    """Under a key that is new: files may have a tensor under two of its names."""
+    if key in rows:
+        raise CheckpointError(
+            f"the files have two tensors for {name!r}, under two names; remove one"
+        )
+    rows[key] = read
 
 
 class Experts(NamedTuple):

@@ -145,8 +145,8 @@ class Manifest:
                 return cls.parse(bytes(exactly(file, 0, size_of(file))))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(
-                    f"{folder / NAME} is damaged or no manifest of fpipe: {error}; load another "
-                    "checkpoint"
+                    f"{folder / NAME} is damaged or no manifest of fpipe: {error!s:.300}; load "
+                    "another checkpoint"
                 ) from error
 
     @classmethod

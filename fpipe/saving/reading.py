@@ -113,7 +113,7 @@ def _readable(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{what} cannot be read: {error}; save it again") from error
+        raise CheckpointError(f"{what} cannot be read: {error!s:.300}; save it again") from error
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,8 @@ class Reader:
                 raise CheckpointError(
                     f"{self.folder}: {slot!r} has no {key!r}, a state of stage {here.stage}"
                 )
+            if slot == "params":
+                raise ValueError(f"it has no {key!r}, which has data")
             return None
         device = pipe.group.device(pipe.config.rank_here(here.stage))
 
@@ -245,6 +247,8 @@ class Reader:
             if node[0] != "leaf":
                 return NotImplemented
             leaf = self.existing(node[1])
+            if slot == "params" and str(leaf) != str(self.existing(f"params/{key}")):
+                raise ValueError(f"{key!r} is {leaf}, and its data are another leaf's")
             is_number = not leaf.shape
             is_cut = leaf.shape == wanted.shape and (not is_number or node[1] == f"{slot}/{key}")
             tensor = self._tensor(node[1], wanted.span if is_cut else None)

@@ -349,7 +349,7 @@ def test_arrays_are_numbers_too() -> None:
         ({"B": "2"}, "must be a number from 0 up"),
         ({"B": [1, "x"]}, "must be a number from 0 up"),
         ({"bandwidth": 0}, "must be a number above 0"),
-        ({"comm": {0: 1, 2: 1}}, "comm must name every stage from 0 on"),
+        ({"comm": {0: 1, 2: 1}}, r"comm has \[0, 2\], and must name every stage from 0 on"),
         ({"F": 10**400}, "must be a number from 0 up"),
     ],
 )
@@ -380,6 +380,14 @@ def test_costs_in_text_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Costs.parse(text)
     assert caught.value.rule == "costs"
+
+
+@pytest.mark.parametrize("value", [1e308, 1e-320, 1e101])
+def test_costs_whose_sums_are_not_finite(value: float) -> None:
+    """A time of infinity, and pictures that failed."""
+    with pytest.raises(ScheduleError, match="must be a number of at least 1e-100 and at most"):
+        Costs(F=value)
+    assert Costs(F=0.0, I=1e-100, W=1e100, bandwidth=float("inf")).F == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -242,3 +245,18 @@ def test_their_empty_cells_load_here(tmp_path) -> None:
     there._dump_csv(tmp_path / "theirs.csv", "compute_only")
     assert ",," in (tmp_path / "theirs.csv").read_text()
     assert Schedule.from_csv(tmp_path / "theirs.csv") == ours
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_pipe_without_a_writer_is_empty(tmp_path: Path):
+    """It was waited for without an end. A writer is waited for."""
+    pipe = tmp_path / "s.csv"
+    os.mkfifo(pipe)
+    with pytest.raises(ScheduleError, match="a schedule needs at least one rank"):
+        Schedule.from_csv(pipe)
+    ours, theirs = os.pipe()
+    writer = threading.Timer(0.05, lambda: (os.write(theirs, b"0F0,0B0"), os.close(theirs)))
+    writer.start()
+    assert str(Schedule.from_csv(f"/dev/fd/{ours}")) == "[0F0, 0B0]"
+    writer.join()
+    os.close(ours)

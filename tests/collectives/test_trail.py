@@ -130,6 +130,17 @@ def test_an_error_of_a_backend_in_code_of_the_user_has_its_cause_elsewhere(
     assert "Connection closed by peer" in printed, "the hook before is called"
 
 
+def test_a_rank_whose_report_is_late_is_not_the_culprit():
+    """Rank 1 raised; rank 0 closed its connections, and was too busy to write why."""
+    with journals(3) as (store, found):
+        found[0].write()
+        monitor(store, found, 1, [0, 1, 2]).failed(ValueError("boo"))
+        error = monitor(store, found, 2, [0, 1, 2]).diagnose(
+            RuntimeError("Connection closed by peer"), 0, "to meet"
+        )
+    assert "Rank 1 raised ValueError: boo. Look at rank 1 " in str(error)
+
+
 def test_a_failure_that_another_rank_concluded_is_known_without_the_store():
     """Rank 0 hosts the store and ends after its error; the others blamed rank 0."""
     with journals(3) as (store, found):
@@ -141,6 +152,19 @@ def test_a_failure_that_another_rank_concluded_is_known_without_the_store():
             RuntimeError("connection reset"), 0, "for"
         )
     assert "Rank 2 raised ValueError: boo. Look at rank 2 first" in str(error)
+
+
+def test_a_search_that_has_no_time_left_does_not_say_that_there_is_no_journal():
+    """A busy store answered late, and the error said that a rank had no entry, which it had."""
+    with journals(2) as (_, found):
+        mine, other = found
+        other.note("3F1")
+        other.write()
+        assert "3F1" in trail.search(mine, 0, (1,), True, (1,)).text
+        mine.hurry(0.0)
+        assert trail.search(mine, 0, (1,), False, (1,)).text == "" and mine.lost
+        mine.hurry()
+        assert "3F1" in trail.search(mine, 0, (1,), True, (1,)).text and not mine.lost
 
 
 def test_the_rank_that_does_not_connect_is_named():

@@ -405,6 +405,31 @@ def test_arguments_that_one_rank_refuses(name: str, warm: bool, order: str):
     assert first[2] == refusing[2]
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_one_rank_refuses_of_an_automatic_schedule(name: str):
+    """Its gathering came before the call was announced: the others waited."""
+
+    def calls(group: Any) -> list[str]:
+        pipe = pipeline(group, stages=[layer] * group.size, schedule="auto")
+        params, x = pipe.place([torch.eye(4)] * group.size), torch.ones(8, 4)
+        seen = []
+        for bad in (True, False):
+            try:
+                if bad and group.rank == 1:
+                    REFUSED[name](pipe, params)
+                else:
+                    seen.append(f"{fpipe.value_and_grad(pipe)(params, x, x)[0].item():.6f}")
+            except fpipe.FpipeError as error:
+                seen.append(f"{type(error).__name__}: {error}")
+        return seen
+
+    ended = outcomes(calls, 3)
+    assert [outcome.error for outcome in ended] == [None] * 3
+    first, refusing, last = (outcome.value for outcome in ended)
+    assert first == last and first[1] == refusing[1]
+    assert first[0].startswith("PeerError") and refusing[0] in first[0]
+
+
 def test_arguments_that_all_ranks_refuse():
     ended = outcomes(lambda group: refuses(group, (0, 1, 2), True, bad_batch), 3)
     assert all(outcome.value[0][0].startswith("BatchError") for outcome in ended)

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import fpipe
 from fpipe.engine import facts
+from fpipe.errors import TraceError
 from fpipe.programs import internals
 from fpipe.programs.internals import STATE
 from fpipe.testing import outcomes
@@ -75,7 +77,7 @@ def changed(name: str) -> Any:
     if name == "ambient":
         with torch.autocast("cpu", torch.bfloat16):
             yield
-    elif name == "default_device":
+    elif name == "function_modes":
         with torch.device("cpu:0"):
             yield
     else:
@@ -93,7 +95,7 @@ def test_a_call_under_another_state_is_traced_again(get: Callable[[], Any]):
     seen: list[Any] = []
 
     def stage(p: Tensor, x: Tensor) -> Tensor:
-        seen.append(get())
+        seen.append(get()[:1] if get is internals.function_modes else get())  # torch traces by one
         return x * p
 
     pipe = fpipe.pipeline([stage] * 2, loss=torch.sum, microbatches=2, group=fpipe.local(2))
@@ -159,3 +161,49 @@ def test_results_are_joined_and_added_without_autocast():
         (grad,), dx = pullback(y)
         again = pipe(None)([p], x)
     assert value == 4 and grad == 28 and torch.equal(dx, 4 * x) and torch.equal(y, again)
+
+
+class Doubled(TorchFunctionMode):
+    """What a mode of the user may do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.tanh else out
+
+
+def test_a_function_mode_of_the_user_is_refused_or_applied_once():
+    """One of the first call stayed in the trace and changed the program again, and one of a later
+    call changed forwards alone.
+    """
+    stage = lambda p, x: torch.tanh(x @ p)
+    params, x = [torch.eye(3) * 0.5] * 2, torch.ones(4, 3)
+
+    def inside(p: Tensor, x: Tensor) -> Tensor:
+        with Doubled():
+            return stage(p, x)
+
+    leaves = [p.clone().requires_grad_() for p in params]
+    true = inside(leaves[1], inside(leaves[0], x)).sum() / 2
+    true.backward()
+    for fn, engine, outside in (
+        (stage, "trace", True),
+        (stage, "eager", True),
+        (inside, "trace", False),
+    ):
+        options = {"loss": lambda y: y.sum(), "microbatches": 2, "group": fpipe.local(2)}
+        pipe = fpipe.pipeline([fn] * 2, engine=engine, **options)
+        for _ in range(2):
+            with Doubled() if outside else nullcontext():
+                if outside and engine == "trace":
+                    with pytest.raises(TraceError, match="is traced while Doubled is active"):
+                        fpipe.value_and_grad(pipe)(params, x)
+                    with pytest.raises(TraceError, match="is traced while Doubled is active"):
+                        fpipe.trace(fn, params[0], x)
+                else:
+                    loss, grads = fpipe.value_and_grad(pipe)(params, x)
+                    torch.testing.assert_close(loss, true.detach())
+                    for got, leaf in zip(grads, leaves, strict=True):
+                        torch.testing.assert_close(got, leaf.grad)
+            if outside:
+                plain = torch.tanh(torch.tanh(x @ params[0]) @ params[1]).sum() / 2
+                torch.testing.assert_close(pipe(params, x), plain)

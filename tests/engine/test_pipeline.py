@@ -849,6 +849,7 @@ def test_a_plan_prints(params: list[Tensor], x: Tensor, t: Tensor):
     for rank in (0, 1):
         freed = [slot for ins in plan[rank].instructions for slot in ins.frees]
         assert freed, "nothing is ever freed"
+    assert list(plan) == [plan[0], plan[1]]  # was KeyError: 2
 
 
 def test_sends_and_receives_have_one_order(x: Tensor):

@@ -63,6 +63,18 @@ def check(
 
 
 # ---- bits ----
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_the_gradient_of_the_input_alone_is_that_beside_parameters(engine: str):
+    """But for last bits: docs/design/limits.md. Without slices they are the same bits."""
+    params, (x, t) = parameters(2, 0), batch(M, S, 0)
+    pipe = pipe_of(2, 2, engine=engine)
+    loss, (_, both) = fpipe.value_and_grad(pipe, argnums=(0, 1))(params, x, t)
+    alone, dx = fpipe.value_and_grad(pipe, argnums=1)(params, x, t)
+    torch.testing.assert_close(dx, both, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(alone, loss, rtol=1e-5, atol=1e-7)
+    assert dx.abs().max() > 1e-4
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize(("name", "stages", "ranks"), [("SeqZBH1", 3, 1), ("Seq1F1B", 2, 2)])
 @pytest.mark.parametrize("model", MODELS)

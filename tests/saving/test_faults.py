@@ -26,6 +26,7 @@ from common import same
 from fpipe import Stage
 from fpipe.errors import CheckpointError
 from fpipe.saving.files import header, opened
+from fpipe.saving.hub import fused
 from fpipe.saving.manifest import Manifest
 from fpipe.transforms.optimizers import AdamState
 
@@ -330,6 +331,50 @@ def test_a_manifest_that_names_outside_files_is_refused(saved: Path, name: str):
         fpipe.load(rewritten(saved, change), two(), "params")
 
 
+def test_links_of_the_cache_of_the_hub_are_followed(tmp_path: Path):
+    """``snapshots`` has links to ``blobs``; other links of a folder are refused, and one that is
+    named is not.
+    """
+    package = pytest.importorskip("safetensors.torch")
+    rows = {"first.w": torch.ones(2), "last.w": torch.zeros(2)}
+    blob = tmp_path / "models--a--b" / "blobs" / "0123456789abcdef"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "main"
+    other = tmp_path / "models--a--c" / "snapshots" / "main"
+    for folder in (blob.parent, snapshot, other):
+        folder.mkdir(parents=True)
+    package.save_file(rows, blob)
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs") / blob.name)
+    want = [{"w": rows["first.w"]}, {"w": rows["last.w"]}]
+    assert same(fpipe.receive(two(), snapshot), want)
+    assert same(fpipe.receive(two(), snapshot / "model.safetensors"), want)
+    (other / "model.safetensors").symlink_to(blob)
+    with pytest.raises(CheckpointError, match="a symbolic link, which is not followed"):
+        fpipe.receive(two(), other)
+    assert same(fpipe.receive(two(), other / "model.safetensors"), want)
+    (other / "loop.safetensors").symlink_to("loop.safetensors")
+    with pytest.raises(CheckpointError, match="a symbolic link, which is not followed"):
+        fpipe.receive(two(), other)
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        (["mlp.experts.0.up_proj", "block_sparse_moe.experts.0.w3"], "two tensors for .*mlp.exp"),
+        (["mlp.gate.weight", "block_sparse_moe.gate.weight"], "two tensors for 'mlp.gate.weight'"),
+        (["mlp.experts.down_proj", "mlp.experts.0.down_proj"], "two tensors for .*down_proj'"),
+    ],
+)
+def test_one_tensor_under_two_names_is_refused(names: list[str], fault: str):
+    """The last one was taken."""
+    whole = ("gate.weight", "experts.down_proj")
+    rows = {name if name.endswith(whole) else f"{name}.weight": list for name in names}
+    with pytest.raises(CheckpointError, match=fault):
+        fused(rows)  # type: ignore[arg-type]
+    assert list(fused({"mlp.experts.00.up_proj.weight": list})) == [  # type: ignore[dict-item]
+        "mlp.experts.00.up_proj.weight"
+    ], "no number"
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_links_and_devices_are_refused(saved: Path, kind: str):
     file = next(saved.glob("*.safetensors"))
@@ -450,6 +495,8 @@ def deep(levels: int) -> list[Any]:
         lambda rows: rows["trees"].update(note=deep(400)),
         lambda rows: rows["stages"].update(first=deep(400)),
         lambda rows: rows.update(slots=3),
+        lambda rows: rows["slots"]["params"].pop("first.w"),  # it was None
+        lambda rows: rows["slots"]["params"].update({"first.w": ["leaf", "params/last.w"]}),
         lambda rows: rows["slots"].update(params=3),
         lambda rows: rows["slots"]["params"].update({"first.w": None}),
         lambda rows: rows["trees"].update(params=5),

@@ -4,6 +4,7 @@ model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,8 +109,10 @@ def test_training_is_torchs(schedule: str):
         torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-5)
 
 
-def on_a_process() -> tuple[Any, dict[str, Any], Any]:
-    """One rank's part: training, every row of the table, and a mean over all."""
+def on_a_process() -> tuple[Any, dict[str, Any], Any, list[float]]:
+    """One rank's part: training, every row of the table, a mean over all, and the largest elements
+    where one rank has NaN.
+    """
     group = fpipe.init()
     trained = train(group, "ZBV")
     pipe = fpipe.pipeline(
@@ -127,7 +130,12 @@ def on_a_process() -> tuple[Any, dict[str, Any], Any]:
             row.make(pipe), placed(params, pipe), [placed(g, pipe) for g in grads]
         )[0]
     ones = {"w": torch.full((3,), float(group.here[0]))}
-    return trained, parts, T.mean_over(group).update([None, ones], ())[0]
+    largest = [
+        T.global_norm([torch.tensor([value])], p=math.inf, shards=group).item()
+        for bad in range(group.size)
+        for value in [math.nan if group.here[0] == bad else float(group.here[0])]
+    ]
+    return trained, parts, T.mean_over(group).update([None, ones], ())[0], largest
 
 
 def placed(params: list[Any], pipe: Any) -> list[Any]:
@@ -136,17 +144,18 @@ def placed(params: list[Any], pipe: Any) -> list[Any]:
 
 def test_four_processes():
     """Every row, the same bits as on the whole model; and a training run, those of the local
-    group.
+    group. The maximum of gloo lost a NaN of another rank than the first.
     """
     found = fpipe.launch(on_a_process, ranks=4, timeout=100)
     params, norms = train(fpipe.local(4), "ZBV")
-    assert same(merge([trained for (trained, _), _, _ in found]), params)
-    assert all(others == norms for (_, others), _, _ in found)
+    assert same(merge([trained for (trained, _), *_ in found]), params)
+    assert all(others == norms for (_, others), *_ in found)
     whole = fpipe.pipeline(
         [block] * STAGES, "GPipe", loss=cross_entropy, group=fpipe.local(STAGES), tied=TIED
     )
     for name, row in TABLE.items():
         given, grads = inputs(row)
         after, _ = follow(row.make(whole), given, grads)
-        assert same(merge([parts[name] for _, parts, _ in found]), after), name
-    assert all(torch.equal(mean[1]["w"], torch.full((3,), 1.5)) for _, _, mean in found)
+        assert same(merge([parts[name] for _, parts, *_ in found]), after), name
+    assert all(torch.equal(mean[1]["w"], torch.full((3,), 1.5)) for _, _, mean, _ in found)
+    assert all(math.isnan(norm) for *_, largest in found for norm in largest)

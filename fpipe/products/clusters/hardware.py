@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...errors import PlanError
+
 GIB = 1 << 30
+MOST = 1e24  #: of a figure of a GPU
 #: Bytes of an element: of bfloat16 parameters and activations, of float32 sums of gradients, and of
 #: what Adam keeps: a float32 copy and two moments.
 PARAMETER = 2
@@ -41,6 +44,15 @@ class Gpu:
     network: float
     node: int = 8
     matmul: float = 0.75
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "flops", "bandwidth", "link", "network", "node", "matmul"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value <= MOST:
+                raise PlanError(
+                    f"gpu {self.name}: {name} is {value!r:.40}, and must be a number above 0 and "
+                    f"at most {MOST:.0e}; correct it"
+                )
 
     def width(self, gpus: int) -> float:
         """Bytes a second between GPUs, of which so many communicate."""
@@ -84,8 +96,16 @@ def find_gpu(name: str, memory: float | None = None, flops: float | None = None)
     Returns:
         The kind.
 
+    Raises:
+        PlanError: if there is no such kind.
+
     >>> find_gpu("A100", memory=40e9).memory
     40000000000.0
     """
-    gpu = TABLE[name.lower()]
+    gpu = TABLE.get(str(name).lower())
+    if gpu is None:
+        raise PlanError(
+            f"gpu {name!r} is not known, and known are {', '.join(TABLE)}; give the nearest of "
+            "them, with memory= and flops= of yours"
+        )
     return replace(gpu, memory=memory or gpu.memory, flops=flops or gpu.flops)

@@ -21,6 +21,12 @@ MOST = 1 << 24  #: GPUs, sequences of a batch, tokens of a sequence
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
+def _check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Raise PlanError unless a value is a whole number within limits."""
+    if type(value) is not int or not low <= value <= high:
+        raise PlanError(f"{name} is {value!r:.40}, and must be from {low} to {high}; correct it")
+
+
 @dataclass(frozen=True)
 class Job:
     """What is trained, and on what.
@@ -41,9 +47,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch", "sequence"):
-            value = getattr(self, name)
-            if not 1 <= value <= MOST:
-                raise PlanError(f"{name} is {value}, and must be from 1 to {MOST}; correct it")
+            _check_whole(name, getattr(self, name), 1, MOST)
 
     @property
     def tokens(self) -> int:
@@ -94,6 +98,16 @@ class Layout:
         """This layout; raises PlanError where it does not fit the job."""
         model = job.model
         layers = self.layers
+        for name in ("tp", "pp", "dp", "per_rank", "microbatch"):
+            _check_whole(name, getattr(self, name), 1, MOST)
+        _check_whole("zero", self.zero, 0, 3)
+        for count in layers:
+            _check_whole("layers", count, 0, model.layers)
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(
+                f"recompute is {self.recompute!r}, and must be one of {', '.join(RECOMPUTE)}; "
+                "correct it"
+            )
         rules = {
             f"tp x pp x dp must be the {job.gpus} GPUs": self.tp * self.pp * self.dp == job.gpus,
             f"dp x microbatch must divide {job.batch} sequences": (

@@ -89,7 +89,7 @@ class Model:
             high = MOST_LAYERS if field.name == "layers" else MOST_SIZE
             if field.type == "int" and (type(value) is not int or not low <= value <= high):
                 raise PlanError(
-                    f"{self.name}: {field.name} is {value!r}, and must be a whole number from "
+                    f"{self.name}: {field.name} is {value!r:.60}, and must be a whole number from "
                     f"{low} to {high}; correct it"
                 )
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -229,10 +229,10 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
     fpipe.errors.PlanError: the config lacks 'hidden_size'; add it
     """
     kind = config.get("model_type")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise PlanError(
-            f"{where}: model_type is {kind!r}, and known are {', '.join(KINDS)}; give the nearest "
-            "of them"
+            f"{where}: model_type is {kind!r:.60}, and known are {', '.join(KINDS)}; give the "
+            "nearest of them"
         )
     for name, usual in (
         ("mlp_only_layers", []),
@@ -242,7 +242,7 @@ def model_of(config: Mapping[str, Any], where: str = "the config") -> Model:
         value = config.get(name) or usual
         if value != usual:
             raise PlanError(
-                f"{where}: {name} is {value!r}, and all layers must be alike; leave it out"
+                f"{where}: {name} is {value!r:.60}, and all layers must be alike; leave it out"
             )
     plain = KINDS[kind] == "plain"
 

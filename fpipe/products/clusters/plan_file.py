@@ -110,7 +110,7 @@ def read_plan(path: str | PathLike[str]) -> Prediction:
     """
     try:
         values = tomllib.loads(read_bytes(path, MOST).decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: {error}; {_REMEDY}") from None
     model = _record(Model, values, path)
     gpu = _record(Gpu, values, path)
@@ -130,7 +130,9 @@ def _record(
     for key, value in table.items():
         expected = _TYPES.get(types.get(key, ""), ())
         if type(value) not in expected:
-            raise PlanError(f"{where}: [{name}] {key} = {value!r} does not belong there; {_REMEDY}")
+            raise PlanError(
+                f"{where}: [{name}] {key:.60} = {value!r:.60} does not belong there; {_REMEDY}"
+            )
     if lacking := [key for key in types if key not in table]:
         raise PlanError(f"{where}: [{name}] lacks {', '.join(lacking)}; {_REMEDY}")
     lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}

@@ -32,6 +32,7 @@ LAYOUTS = (
     (2, 50),
     (2, 400),
 )
+_MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
@@ -89,8 +90,9 @@ def _layout(scenes: Scenes, width: int, colours: str) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
     columns = max(width - margin, 8)
-    cell = min(scene.cell for scene in scenes)
-    cells = max(scene.total for scene in scenes) / cell
+    total = max(scene.total for scene in scenes)
+    cell = max(min(scene.cell for scene in scenes), total / _MOST_CELLS)
+    cells = total / cell
     unclear = not colours and max(scene.shades for scene in scenes) > 1  # without stages
     for detail, budget in LAYOUTS:
         names = (name for scene in scenes for name in labels.short_names(scene, detail))

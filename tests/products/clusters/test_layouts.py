@@ -5,6 +5,7 @@ fits.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -144,3 +145,9 @@ def test_layouts_that_do_not_fit(layout: Layout, message: str):
 
 def test_names_of_gpus_in_any_case():
     assert [find_gpu(name.upper()).name for name in TABLE] == list(TABLE)
+
+
+@pytest.mark.parametrize("name", ["h1000", "", None])
+def test_a_gpu_that_is_not_known_is_named(name: Any):
+    with pytest.raises(PlanError, match=f"gpu {name!r} is not known, and known are a100, h100"):
+        find_gpu(name)

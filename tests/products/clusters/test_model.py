@@ -113,6 +113,7 @@ REFUSED = [
     ),
     ({**LLAMA, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
     ([], "holds no JSON object"),
+    ({**LLAMA, "model_type": {}}, "model_type is {}.*give the nearest"),  # was a TypeError
 ]
 
 

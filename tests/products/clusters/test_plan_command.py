@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -127,6 +128,18 @@ def test_files_that_are_no_plan(capsys: pytest.CaptureFixture[str]):
         ),
         (text.replace("hidden = 1024\n", ""), r"\[model\] lacks hidden"),
         (text.replace("gpus = 8", "gpus = 9"), "must be the 9 GPUs"),
+        # these were KeyError, ZeroDivisionError, RecursionError and other sizes without a word
+        (
+            re.sub('recompute = ".*"', 'recompute = "some"', text),
+            "recompute is 'some', and",
+        ),
+        (re.sub("tp = [0-9]+", "tp = -1", text), "tp is -1, and must be from 1 to"),
+        (re.sub("microbatch = [0-9]+", "microbatch = 0", text), "microbatch is 0, and must be"),
+        (re.sub("zero = [0-9]+", "zero = 7", text), "zero is 7, and must be from 0 to 3"),
+        (re.sub("layers = .*]", "layers = ['a']", text), "layers is 'a', and must be from 0 to 8"),
+        (re.sub("node = [0-9]+", "node = 0", text), "gpu a100: node is 0, and must be a number"),
+        (re.sub("flops = .*", "flops = nan", text, count=1), "flops is nan, and must be a number"),
+        ("a = " + "[" * 5000, "give a file that fpipe plan wrote"),
     ):
         Path("plan.toml").write_text(wrong)
         with pytest.raises(PlanError, match=message):
