@@ -158,7 +158,8 @@ def _launcher() -> Launcher | None:
 
 def _outside_of_steps() -> bool:
     """Whether this is the one process of a job or a batch script, which ``srun`` did not start."""
-    if _first(SLURM.size) is not None:
+    step = os.environ.get("SLURM_STEP_ID", "batch")
+    if step != "batch" or _first((*SLURM.size, "SLURM_STEP_NODELIST")):
         return False
     alone = os.environ.get("SLURM_NTASKS") == "1"
     return os.environ.get("SLURM_PROCID") == "0" and (alone or "SLURM_JOB_ID" in os.environ)

@@ -303,6 +303,14 @@ def test_no_list_of_hosts(nodes: str):
             "this is one of 4 processes of SLURM, and SLURM_STEP_NUM_TASKS",
         ),
         (
+            {"SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            "this is one of 4 processes of SLURM, and SLURM_STEP_NUM_TASKS",
+        ),
+        (
+            {"SLURM_JOB_ID": "3", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0"},
+            "one of several processes of SLURM, and SLURM_STEP_NUM_TASKS, SLURM_LOCALID are not",
+        ),
+        (
             {**STEP, "SLURM_LOCALID": "1"},
             "this is one of 4 processes of SLURM, and SLURM_PROCID is not set",
         ),
