@@ -47,15 +47,30 @@ def copied(name: str) -> str:
     return re.sub(r"\[([^\]]*)\]\((?:tests|LICENSE|SECURITY)[^)]*\)", r"\1", text)
 
 
+#: How files of examples/cluster/ are shown, by their end.
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
+
+
 def examples() -> str:
     """The files of examples/ as a page."""
-    lines = ["# Examples", "", "The test suite runs each of these files.", ""]
+    lines = [
+        "# Examples",
+        "",
+        "The test suite runs each of these files, as far as one machine allows.",
+        "",
+    ]
     for path in sorted((ROOT / "examples").iterdir()):
         if path.suffix not in (".py", ".ipynb"):
             continue
         lines += [f"## examples/{path.name} {{#{path.stem}}}", ""]
         for kind, text in _cells(path):
             lines += [text, ""] if kind == "markdown" else ["```python", text, "```", ""]
+    for path in sorted((ROOT / "examples" / "cluster").iterdir()):
+        if path.is_file():
+            kind = LANGUAGES.get(path.suffix, "docker")
+            text = path.read_text(encoding="utf-8").strip()
+            lines += [f"## examples/cluster/{path.name} {{#{path.stem}}}", ""]
+            lines += [f"```{kind}", text, "```", ""]
     return "\n".join(lines)
 
 
@@ -581,7 +596,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     for copy, file in COPIED.items():
         markdown = markdown.replace(f"]({up}../{file}", f"]({up}{copy}")
-    return re.sub(r"(?<!\[)`examples/(\w+)\.\w+`(?!\])", rf"[\g<0>]({up}examples.md#\1)", markdown)
+    return re.sub(
+        r"(?<!\[)`examples/(?:cluster/)?(\w+)(?:\.\w+)?`(?!\])",
+        rf"[\g<0>]({up}examples.md#\1)",
+        markdown,
+    )
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fpipe.init``: the group of this process, from the environment variables of torchrun if they are
-set.
+"""``fpipe.init``: the group of this process, from the environment variables of torchrun or of
+another launcher if they are set.
 
 The only file that starts process groups. Device types and backends come from their tables. This
 module must not know schedules.
@@ -29,6 +29,8 @@ from .local import LocalGroup, check_ranks, local
 from .meeting import meet
 
 TIMEOUT = 300.0
+#: What the variables of other launchers than torchrun begin with.
+_LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PALS_", "MPI_LOCAL")
 
 
 class MeshGroup(C10dGroup):
@@ -56,11 +58,14 @@ def init(
     backend: str | None = None,
     timeout: float | timedelta | None = None,
 ) -> MeshGroup | LocalGroup:
-    """The group of this process: one rank under torchrun, all ranks if there is one process.
+    """The group of this process: one rank under torchrun, srun or mpirun, all ranks if there is one
+    process.
 
-    An initialized process group is used as it is; otherwise, under torchrun, a CPU rank on Linux
-    keeps freed memory for its next step, unless ``FPIPE_KEEP_FREED=0`` or a ``MALLOC_`` variable is
-    set. A second call returns the group of the first, with its ``timeout``.
+    An initialized process group is used as it is. Otherwise the environment variables of torchrun
+    are read or, where RANK and WORLD_SIZE are not set, those of SLURM, Open MPI, MPICH, Intel MPI
+    and PALS: torchrun's variables are set from them, and rank 0 prints a line. Then a CPU rank on
+    Linux keeps freed memory for its next step, unless ``FPIPE_KEEP_FREED=0`` or a ``MALLOC_``
+    variable is set. A second call returns the group of the first, with its ``timeout``.
 
     Args:
         pp: how many ranks a pipeline has; by default the number of processes divided by
@@ -79,19 +84,20 @@ def init(
         ``tp``.
 
     Raises:
-        GroupError: if ``pp * dp * tp`` is not the number of processes, or the processes cannot
-        connect.
+        GroupError: if ``pp * dp * tp`` is not the number of processes, the processes cannot
+        connect, or a launcher started several and some of its variables are missing.
 
-    >>> init().size, init(pp=4).size  # without torchrun: all ranks are in this process
+    >>> init().size, init(pp=4).size  # without a launcher: all ranks are in this process
     (1, 4)
     """
     seconds = _seconds(TIMEOUT if timeout is None else timeout)
     for name, ranks in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
         check_ranks(name, ranks)
     started = dist.is_initialized()
+    several = started or _launched()
     if not started and "RANK" in os.environ and pick(device).type == "cpu":
         keep_freed()  # the process is for this rank alone
-    if not started and not _launched():
+    if not several:
         if dp * tp != 1:
             raise GroupError(
                 f"{_copies(dp, tp)} needs {dp * tp * (pp or 1)} processes and there is one; start "
@@ -219,6 +225,10 @@ def _process_group(source: object) -> dist.ProcessGroup:
 
 
 def _launched() -> bool:
+    if any(name.startswith(_LAUNCHERS) for name in os.environ):
+        from .launchers import variables
+
+        os.environ.update(variables())
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -240,7 +250,7 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
         raise GroupError(
             f"the processes could not meet at the store of the job ({error}). Look at {host()[0]}, "
             "which hosts it, first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which "
-            f"torchrun sets, and that backend={backend!r} is in this build of "
+            f"the launcher sets, and that backend={backend!r} is in this build of "
             f"torch{too_many_files(error)}"
         ) from error
 

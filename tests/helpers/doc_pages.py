@@ -28,7 +28,10 @@ from fpipe.products.command.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 #: files in examples/ that tests/whole/test_examples.py does not run -> the test that does
-EXAMPLES = {"rl_engine.py": "tests/whole/test_trainers.py"}
+EXAMPLES = {
+    "rl_engine.py": "tests/whole/test_trainers.py",
+    "ray_train.py": "tests/products/training/test_ray.py",
+}
 
 
 class Block(NamedTuple):
@@ -52,6 +55,9 @@ def shell(line: str) -> None:
     test runs them.
     """
     words = shlex.split(line.split("  #")[0])
+    while "=" in words[0]:  # a variable of this line
+        del words[0]
+    clusters = [word for word in words if word.startswith("examples/cluster/")]
     if words[0] == "fpipe" and words[1] != "train":
         assert main(words[1:]) == 0, line
     elif words[0] == "make":
@@ -64,6 +70,10 @@ def shell(line: str) -> None:
         name, _, extras = words[-1].rstrip("]").partition("[")
         assert name in (".", project["name"]), line
         assert set(filter(None, extras.split(","))) <= project["optional-dependencies"].keys(), line
+    elif clusters and words[0] != "python":
+        runs = (ROOT / "tests" / "whole" / "test_cluster.py").read_text(encoding="utf-8")
+        for file in clusters:
+            assert (ROOT / file).is_file() and Path(file).name in runs, f"no test runs {file}"
     elif words[0] in ("torchrun", "python"):
         parsed = torchrun().parse_args(words[1:])
         example, runs = (

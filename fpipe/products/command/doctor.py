@@ -214,9 +214,9 @@ def visit() -> tuple[str, list[Finding]]:
 def command(processes: int | None) -> int:
     """Describe this machine, probe its backend for faults, and list the remedies of fpipe.
 
-    Under torchrun every process takes part, and rank 0 prints.
+    Under torchrun, srun or mpirun every process takes part, and rank 0 prints.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if init(timeout=60).size > 1:
         report, faults = visit()
     else:
         if pick().type == "cpu":
