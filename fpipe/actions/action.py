@@ -88,6 +88,12 @@ class Fused(NamedTuple):
 
 AnyAction: TypeAlias = Action | Fused
 Row: TypeAlias = tuple[AnyAction, ...]
+#: Forwards and backwards of a schedule that is large: see ``columns``.
+LARGE = 1 << 16
+
+
+class Drawn(Sequence[Row]):
+    """Rows whose actions are made when they are read: see ``columns``."""
 
 
 def joined(parts: Sequence[Action]) -> AnyAction:

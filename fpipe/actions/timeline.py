@@ -20,7 +20,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Fused, Placement, Row, plain
+from .action import Action, AnyAction, Drawn, Fused, Placement, Row, plain
 from .action_kinds import KINDS
 from .dependencies import Facts
 from .product import product
@@ -252,6 +252,8 @@ class Timeline:
         return self._most(self.memory or self._activations, self.sizes)
 
     def _most(self, held: Held, sizes: Sequence[float] = ()) -> tuple[float, ...]:
+        if isinstance(self.rows, Drawn):
+            return self.rows.most(held, sizes)
         changes = (_changes(row, held, sizes) for row in self.rows)
         return tuple(max(accumulate(row, initial=0.0)) for row in changes)
 
@@ -299,13 +301,16 @@ class Timeline:
     def _sent(self) -> tuple[int, float]:
         """Messages between different ranks, and their bytes."""
         route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
-        sizes = self.sizes or [1.0] * self.microbatches
-        actions = Counter(
-            (route[mb], op, stage, sizes[mb]) for row in self.rows for stage, op, mb in plain(row)
-        )
+        kinds = list(zip(route, self.sizes or [1.0] * self.microbatches, strict=True))
+        if isinstance(self.rows, Drawn):
+            actions = self.rows.tally(kinds)
+        else:
+            actions = Counter(
+                (kinds[mb], op, stage) for row in self.rows for stage, op, mb in plain(row)
+            )
         messages = 0
         amounts: list[float] = []
-        for (path_index, op, stage, size), times in actions.items():
+        for ((path_index, size), op, stage), times in actions.items():
             path = self.placement.paths[path_index]
             other = stage + KINDS[op].needs[-1][1]  # only the last fact is of another stage
             if 0 <= other < len(path) and path[other] != path[stage]:
