@@ -13,7 +13,8 @@ Standard library only. Nothing here knows tensors or order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
@@ -94,6 +95,15 @@ LARGE = 1 << 16
 
 class Drawn(Sequence[Row]):
     """Rows whose actions are made when they are read: see ``columns``."""
+
+    size: int
+    most: Callable[..., tuple[float, ...]]
+    tally: Callable[..., Counter[tuple[tuple[int, float], str, int]]]
+
+
+def size(rows: Sequence[Row]) -> int:
+    """How many actions there are."""
+    return rows.size if isinstance(rows, Drawn) else sum(map(len, rows))
 
 
 def joined(parts: Sequence[Action]) -> AnyAction:

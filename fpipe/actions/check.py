@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import ScheduleError
 from . import broken_rules
-from .action import LARGE, Action, Fused, Row, Rows
+from .action import LARGE, Action, Fused, Row, Rows, size
 from .dependencies import walk
 from .op_sets import AFTER, ALL_OPS, BIT, EARLY, FORWARD, TRAINED
 from .rule import Walk
@@ -96,7 +96,7 @@ def inspect_rows(schedule: Rows) -> Inspection:
     rows, placement, units, slices = schedule
     if len(rows) != placement.ranks or placement.stages * units > most_units(rows):
         raise broken_rules.wrong_size(schedule)
-    if slices == 1 and len(rows) >= _WIDE and sum(map(len, rows)) >= LARGE:
+    if slices == 1 and len(rows) >= _WIDE and size(rows) >= LARGE:
         found = import_module(f"{__package__}.columns").inspect(schedule)
         if found:
             return Inspection(*found)
@@ -118,7 +118,7 @@ def most_units(rows: Sequence[Row]) -> int:
     """The most stages times microbatches for rows of this length. With more, tables of all facts
     would be mostly empty.
     """
-    return 100_000 + 100 * sum(map(len, rows))
+    return 100_000 + 100 * size(rows)
 
 
 def _tally(schedule: Rows) -> tuple[bytearray, bool]:

@@ -51,6 +51,7 @@ class Columns(Drawn):
             np.concatenate(column, dtype=kind)
             for column, kind in zip(columns, (np.int8, np.int32, np.int32), strict=True)
         )
+        self.size = len(self.ops) - len(self.gaps)
         self._made = dict(enumerate(made))
 
     @classmethod
@@ -181,6 +182,10 @@ class Waves(NamedTuple):
             starts[step] = clock
             ends[step] = clock + length[kind]
 
+        ranks = range(len(rows))
+        began = tuple(array("d", starts[rows.row(rank)[0]].tobytes()) for rank in ranks)
+        del starts  # of a large schedule, these are hundreds of megabytes
+
         def causes(rank: int) -> np.ndarray:
             cells, _, stages, microbatches = rows.row(rank)
             before = slice(cells.start - 1, cells.stop - 1)
@@ -189,12 +194,9 @@ class Waves(NamedTuple):
             fact = stages * self.facts.microbatches + microbatches + offset[kind].astype(np.int64)
             return np.where(waits, fact, -1)
 
-        ranks = range(len(rows))
-        return (
-            tuple(array("d", starts[rows.row(rank)[0]].tobytes()) for rank in ranks),
-            tuple(array("d", ends[rows.row(rank)[0]].tobytes()) for rank in ranks),
-            tuple(array("q", causes(rank).tobytes()) for rank in ranks),
-        )
+        caused = tuple(array("q", causes(rank).tobytes()) for rank in ranks)
+        ended = tuple(array("d", ends[rows.row(rank)[0]].tobytes()) for rank in ranks)
+        return began, ended, caused
 
 
 def inspect(schedule: Rows) -> tuple[Rows, bytearray, Walk, Waves] | None:
@@ -259,12 +261,12 @@ def _steps(rows: Columns, needs: np.ndarray) -> list[np.ndarray]:
     done = np.zeros(len(needs), bool)
     done[0] = True
     cursor = rows.gaps[:-1] + 1
-    left = count = len(needs) - len(rows.gaps)
+    left = rows.size
     steps: list[np.ndarray] = []
     while left:
         runs = done[needs[cursor]]
         step = cursor[runs]
-        if not len(step) or (len(steps) - 1024) * _LEAST_WIDTH > count - left:
+        if not len(step) or (len(steps) - 1024) * _LEAST_WIDTH > rows.size - left:
             raise ValueError
         done[step] = True
         cursor += runs

@@ -20,7 +20,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Drawn, Fused, Placement, Row, plain
+from .action import Action, AnyAction, Drawn, Fused, Placement, Row, plain, size
 from .action_kinds import KINDS
 from .dependencies import Facts
 from .product import product
@@ -163,7 +163,7 @@ class Timeline:
         return f"Timeline({name}{self.ranks} ranks, {len(self)} actions, {total})"
 
     def __len__(self) -> int:
-        return sum(map(len, self.rows))
+        return size(self.rows)
 
     def __iter__(self) -> Iterator[Span]:
         return chain.from_iterable(map(self.of_rank, range(self.ranks)))
