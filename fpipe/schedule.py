@@ -9,7 +9,7 @@ the value and its properties. The files of ``actions`` do the work: ``text`` par
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -55,7 +55,7 @@ class Schedule:
     ('0F0', True)
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     placement: Placement = field(default=None)  # type: ignore[assignment]  # derived from the rows
     microbatches: int = -1
     name: str = field(default="", compare=False)

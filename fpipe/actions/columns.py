@@ -161,7 +161,7 @@ class Waves(NamedTuple):
 
     def run(
         self, costs: Sequence[Mapping[str, Sequence[Sequence[float]]]]
-    ) -> tuple[tuple[array, ...], ...]:
+    ) -> tuple[tuple[array[float], ...], tuple[array[float], ...], tuple[array[int], ...]]:
         """The starts, ends and causes of actions, with the steps of ``simulation`` as costs."""
         rows = self.rows
         groups = {id(group): group for group in costs}

@@ -56,14 +56,13 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
     overlap = None
     if overlap_cost is not None:
         overlap = partial(_overlapped, overlap_cost, slices)
-    if waves is None:
-        *times, carried = _run(rows, walked, steps, facts, overlap)
-    elif callable(overlap_cost):
-        walked = walk(rows, stages, units, ordered=True)
-        *times, carried = _run(rows, walked, steps, facts, overlap)
+    if waves and not callable(overlap_cost):
+        starts, ends, causes = waves.run(steps)
+        carried = ()
     else:
-        times, carried = waves.run(steps), ()
-    starts, ends, causes = times
+        if waves:
+            walked = walk(rows, stages, units, ordered=True)
+        starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
         rows if isinstance(rows, Drawn) else tuple(rows),
         starts,

@@ -83,7 +83,7 @@ class Timeline:
     Span(rank=0, position=2, action=0B0, start=4.0, end=6.0)
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     starts: tuple[array[float], ...]
     ends: tuple[array[float], ...]
     placement: Placement
@@ -310,7 +310,7 @@ class Timeline:
             )
         messages = 0
         amounts: list[float] = []
-        for ((path_index, size), op, stage), times in actions.items():
+        for ((path_index, share), op, stage), times in actions.items():
             path = self.placement.paths[path_index]
             other = stage + KINDS[op].needs[-1][1]  # only the last fact is of another stage
             if 0 <= other < len(path) and path[other] != path[stage]:
@@ -319,7 +319,7 @@ class Timeline:
                     boundary = self.boundary[min(stage, other)]
                 else:
                     boundary = 0.0
-                amounts.append(times * size * boundary)
+                amounts.append(times * share * boundary)
         return messages, fsum(amounts)
 
     # ---- causes ----

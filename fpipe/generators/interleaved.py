@@ -71,7 +71,7 @@ def _looped(
 
     def tapes(rank: int) -> dict[str, Tape]:
         return {
-            op: Tape([chunk * ranks + rank for chunk, _ in units], op, [m for _, m in units])
+            op: ([chunk * ranks + rank for chunk, _ in units], op, [m for _, m in units])
             for op, units in orders.items()
         }
 

@@ -13,19 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import repeat
-from typing import NamedTuple
+from typing import TypeAlias
 
 from ..actions.action import LARGE, Action, AnyAction, Fused, Row, joined
 from ..actions.action_kinds import Op
 from ..actions.unit import unit
 
 
-class Tape(NamedTuple):
-    """The actions ``op`` on microbatches, of one stage or of a stage for each microbatch."""
-
-    stage: int | Iterable[int]
-    op: Op
-    microbatches: Iterable[int]
+#: The actions of one op on microbatches, of one stage or of a stage for each microbatch.
+Tape: TypeAlias = tuple[int | Iterable[int], Op, Iterable[int]]
 
 
 def actions(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Iterator[Action]:
@@ -54,13 +50,13 @@ def tapes(
 
     def tape(op: Op) -> Tape:
         if chunks == slices == 1:
-            return Tape(stage, op, range(microbatches))
+            return stage, op, range(microbatches)
         way = 1 if op == "F" else -1
         units = [
             unit(m * slices + s, slices) for m in range(microbatches) for s in range(slices)[::way]
         ]
         stages = range(stage * chunks, (stage + 1) * chunks)[::way]
-        return Tape([*stages] * len(units), op, [at for at in units for _ in stages])
+        return [*stages] * len(units), op, [at for at in units for _ in stages]
 
     return {op.lower() if small else op: tape(op) for op in ops}
 
@@ -82,11 +78,10 @@ def row_of(pattern: str, tapes: Mapping[str, Tape]) -> Row:
     >>> row_of("FXB", tapes(0, 2))
     (0F0, (0F1;0B0)OVERLAP_F_B, 0B1)
     """
-    sources: dict[str, Iterator[AnyAction]] = {
-        letter: actions(*tape) for letter, tape in tapes.items()
-    }
+    plain = {letter: actions(*tape) for letter, tape in tapes.items()}
+    sources: Mapping[str, Iterator[AnyAction]] = plain
     if "X" in pattern:
-        sources["X"] = fused(sources["F"], sources["B"])
+        sources = {**plain, "X": fused(plain["F"], plain["B"])}
     return tuple([next(sources[letter]) for letter in pattern])
 
 
@@ -99,6 +94,21 @@ def rows_of(rows: Sequence[tuple[str, Mapping[str, Tape]]], slices: int = 1) -> 
     if slices == 1 and sum(len(row) for row, _ in rows) >= LARGE and "X" not in rows[0][0]:
         return import_module("fpipe.actions.columns").Columns.drawn(rows)
     return [row_of(*row) for row in rows]
+
+
+def two_chunks(patterns: Sequence[str], microbatches: int) -> Sequence[Row]:
+    """The rows of a V: the second chunk of a rank, in small letters, is as far from the last stage
+    as its first chunk is from stage 0.
+
+    >>> two_chunks(["FfbB"], 1)
+    [(0F0, 1F0, 1B0, 0B0)]
+    """
+    last = 2 * len(patterns) - 1
+    rows = [
+        (pattern, tapes(rank, microbatches) | tapes(last - rank, microbatches, small=True))
+        for rank, pattern in enumerate(patterns)
+    ]
+    return rows_of(rows)
 
 
 def keep_microbatches(
