@@ -19,7 +19,6 @@ from ..actions.action import LARGE, Action, AnyAction, Fused, Row, joined
 from ..actions.action_kinds import Op
 from ..actions.unit import unit
 
-
 #: The actions of one op on microbatches, of one stage or of a stage for each microbatch.
 Tape: TypeAlias = tuple[int | Iterable[int], Op, Iterable[int]]
 
