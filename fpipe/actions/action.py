@@ -13,8 +13,7 @@ Standard library only. Nothing here knows tensors or order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
@@ -97,8 +96,6 @@ class Drawn(Sequence[Row]):
     """Rows whose actions are made when they are read: see ``columns``."""
 
     size: int
-    most: Callable[..., tuple[float, ...]]
-    tally: Callable[..., Counter[tuple[tuple[int, float], str, int]]]
 
 
 def size(rows: Sequence[Row]) -> int:

@@ -29,6 +29,8 @@ from .routes import placement_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from .columns import Columns
+
 
 #: op -> what it adds to the memory of its rank, by stage
 Held: TypeAlias = Mapping[str, Sequence[float]]
@@ -253,7 +255,7 @@ class Timeline:
 
     def _most(self, held: Held, sizes: Sequence[float] = ()) -> tuple[float, ...]:
         if isinstance(self.rows, Drawn):
-            return self.rows.most(held, sizes)
+            return cast("Columns", self.rows).most(held, sizes)
         changes = (_changes(row, held, sizes) for row in self.rows)
         return tuple(max(accumulate(row, initial=0.0)) for row in changes)
 
@@ -303,7 +305,7 @@ class Timeline:
         route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
         kinds = list(zip(route, self.sizes or [1.0] * self.microbatches, strict=True))
         if isinstance(self.rows, Drawn):
-            actions = self.rows.tally(kinds)
+            actions = cast("Columns", self.rows).tally(kinds)
         else:
             actions = Counter(
                 (kinds[mb], op, stage) for row in self.rows for stage, op, mb in plain(row)

@@ -15,9 +15,8 @@ from importlib import import_module
 from itertools import repeat
 from typing import TypeAlias
 
-from ..actions.action import LARGE, Action, AnyAction, Fused, Row, joined
+from ..actions.action import LARGE, Action, Fused, Row, joined
 from ..actions.action_kinds import Op
-from ..actions.unit import unit
 
 #: The actions of one op on microbatches, of one stage or of a stage for each microbatch.
 Tape: TypeAlias = tuple[int | Iterable[int], Op, Iterable[int]]
@@ -34,30 +33,14 @@ def actions(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> 
     return map(tuple.__new__, repeat(Action), fields)  # a faster Action(*fields)
 
 
-def tapes(
-    stage: int, microbatches: int, *, small: bool = False, chunks: int = 1, slices: int = 1
-) -> dict[str, Tape]:
-    """The tapes of a stage: one for each op, on all microbatches.
+def tapes(stage: int, microbatches: int, *, small: bool = False) -> dict[str, Tape]:
+    """The tapes of a stage: one for each op, on all microbatches. ``small`` gives small letters.
 
-    F runs the slices of a microbatch in order, the others run them from the last one. ``small``
-    gives small letters. A stage in ``chunks`` is as many stages, which run one after another.
-
-    >>> row_of("FFBFBB", tapes(0, 3)), row_of("FFBB", tapes(1, 1, chunks=2))
-    ((0F0, 0F1, 0B0, 0F2, 0B1, 0B2), (2F0, 3F0, 3B0, 2B0))
+    >>> row_of("FFBFBB", tapes(0, 3))
+    (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
     """
     ops: Sequence[Op] = ("F", "B", "I", "W")
-
-    def tape(op: Op) -> Tape:
-        if chunks == slices == 1:
-            return stage, op, range(microbatches)
-        way = 1 if op == "F" else -1
-        units = [
-            unit(m * slices + s, slices) for m in range(microbatches) for s in range(slices)[::way]
-        ]
-        stages = range(stage * chunks, (stage + 1) * chunks)[::way]
-        return [*stages] * len(units), op, [at for at in units for _ in stages]
-
-    return {op.lower() if small else op: tape(op) for op in ops}
+    return {op.lower() if small else op: (stage, op, range(microbatches)) for op in ops}
 
 
 def fused(*sources: Iterable[Action]) -> Iterator[Fused]:
@@ -71,28 +54,20 @@ def fused(*sources: Iterable[Action]) -> Iterator[Fused]:
 
 
 def row_of(pattern: str, tapes: Mapping[str, Tape]) -> Row:
-    """The row of a pattern: for each letter the next action of its tape, and for X the next F and
-    B as one.
-
-    >>> row_of("FXB", tapes(0, 2))
-    (0F0, (0F1;0B0)OVERLAP_F_B, 0B1)
-    """
-    plain = {letter: actions(*tape) for letter, tape in tapes.items()}
-    sources: Mapping[str, Iterator[AnyAction]] = plain
-    if "X" in pattern:
-        sources = {**plain, "X": fused(plain["F"], plain["B"])}
+    """The row of a pattern: for each letter the next action of its tape."""
+    sources = {letter: actions(*tape) for letter, tape in tapes.items()}
     return tuple([next(sources[letter]) for letter in pattern])
 
 
-def rows_of(rows: Sequence[tuple[str, Mapping[str, Tape]]], slices: int = 1) -> Sequence[Row]:
+def rows_of(rows: Sequence[tuple[str, Mapping[str, Tape]]]) -> Sequence[Row]:
     """The rows of patterns and their tapes. Those of a large schedule are made when they are read.
 
     >>> rows_of([("FB", tapes(0, 1)), ("FB", tapes(1, 1))])
     [(0F0, 0B0), (1F0, 1B0)]
     """
-    if slices == 1 and sum(len(row) for row, _ in rows) >= LARGE and "X" not in rows[0][0]:
-        return import_module("fpipe.actions.columns").Columns.drawn(rows)
-    return [row_of(*row) for row in rows]
+    if sum(len(pattern) for pattern, _ in rows) < LARGE:
+        return [row_of(*row) for row in rows]
+    return import_module("fpipe.actions.columns").Columns.drawn(rows)
 
 
 def two_chunks(patterns: Sequence[str], microbatches: int) -> Sequence[Row]:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ..actions.action import Placement, Row
+from ..actions.action_kinds import Op
+from ..actions.unit import unit
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from .patterns import keep_microbatches, rows_of, tapes
+from .patterns import Tape, keep_microbatches, row_of, rows_of, tapes
 
 
 def even_parts(microbatches: range, parts: int) -> list[range]:
@@ -87,8 +89,27 @@ def one_chunk_a_rank(
     path = tuple(stage // chunks for stage in range(stages))
     if chunks > 1:
         patterns = ["".join(letter * chunks for letter in pattern) for pattern in patterns]
-    tapes_of = (
-        tapes(rank, microbatches, chunks=chunks, slices=slices) for rank in range(len(patterns))
-    )
-    rows = rows_of(list(zip(patterns, tapes_of, strict=True)), slices)
+    drawn = [
+        (pattern, _tapes(rank, chunks, microbatches, slices))
+        for rank, pattern in enumerate(patterns)
+    ]
+    rows = rows_of(drawn) if slices == 1 else [row_of(*row) for row in drawn]
     return Schedule(rows, Placement((path,), len(patterns)), microbatches, name, slices=slices)
+
+
+def _tapes(rank: int, chunks: int, microbatches: int, slices: int) -> dict[str, Tape]:
+    """The tapes of a rank with ``chunks`` neighbours. F runs the slices of a microbatch in order,
+    the others run them from the last one.
+    """
+    if chunks == slices == 1:
+        return tapes(rank, microbatches)
+    ops: Sequence[Op] = ("F", "B", "I", "W")
+
+    def tape(op: Op) -> Tape:
+        way = 1 if op == "F" else -1
+        stages = range(rank * chunks, (rank + 1) * chunks)[::way]
+        parts = range(slices)[::way]
+        units = [unit(m * slices + s, slices) for m in range(microbatches) for s in parts]
+        return [*stages] * len(units), op, [at for at in units for _ in stages]
+
+    return {op: tape(op) for op in ops}
