@@ -9,14 +9,14 @@ the value and its properties. The files of ``actions`` do the work: ``text`` par
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
 from .actions import broken_rules
-from .actions.action import Action, Fused, Placement, Row, Rows, joined, plain
+from .actions.action import Action, Drawn, Fused, Placement, Row, Rows, joined, plain
 from .actions.check import Inspection, check_rows, inspect_rows
 from .actions.costs import Costs, as_costs
 from .actions.product import product
@@ -55,18 +55,20 @@ class Schedule:
     ('0F0', True)
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     placement: Placement = field(default=None)  # type: ignore[assignment]  # derived from the rows
     microbatches: int = -1
     name: str = field(default="", compare=False)
     slices: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        rows = tuple(tuple(row) for row in self.rows)
-        types = set[type]().union(*(map(type, row) for row in rows))
-        if not rows or not types <= {Action, Fused}:
-            raise broken_rules.no_action(rows)
-        object.__setattr__(self, "rows", rows)
+        rows = self.rows
+        if not isinstance(rows, Drawn):
+            rows = tuple(tuple(row) for row in rows)
+            types = set[type]().union(*(map(type, row) for row in rows))
+            if not rows or not types <= {Action, Fused}:
+                raise broken_rules.no_action(rows)
+            object.__setattr__(self, "rows", rows)
         try:
             if self.placement is None:
                 object.__setattr__(self, "placement", placement_of(rows))

@@ -88,6 +88,19 @@ class Fused(NamedTuple):
 
 AnyAction: TypeAlias = Action | Fused
 Row: TypeAlias = tuple[AnyAction, ...]
+#: Forwards and backwards of a schedule that is large: see ``columns``.
+LARGE = 1 << 16
+
+
+class Drawn(Sequence[Row]):
+    """Rows whose actions are made when they are read: see ``columns``."""
+
+    size: int
+
+
+def size(rows: Sequence[Row]) -> int:
+    """How many actions there are."""
+    return rows.size if isinstance(rows, Drawn) else sum(map(len, rows))
 
 
 def joined(parts: Sequence[Action]) -> AnyAction:

@@ -26,28 +26,35 @@ knows time, memory or tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from operator import itemgetter
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import ScheduleError
 from . import broken_rules
-from .action import Action, Fused, Row, Rows
+from .action import LARGE, Action, Fused, Row, Rows, size
 from .dependencies import walk
 from .op_sets import AFTER, ALL_OPS, BIT, EARLY, FORWARD, TRAINED
 from .rule import Walk
 from .unit import Slice
+
+if TYPE_CHECKING:
+    from .columns import Waves
+
+_WIDE = 16  #: ranks; with fewer, a loop over actions is faster
 
 
 class Inspection(NamedTuple):
     """What a check finds in the rows of a schedule.
 
     ``seen`` has the ops that occur, as the sum of their bits, at ``stage * units + unit``.
-    ``walk`` has an order of the actions.
+    ``walk`` has an order of the actions, or ``waves`` has it.
     """
 
     schedule: Rows
     seen: bytearray
     walk: Walk
+    waves: Waves | None = None
 
 
 def check_rows(inspected: Inspection, *, training: bool = True) -> None:
@@ -63,7 +70,7 @@ def check_rows(inspected: Inspection, *, training: bool = True) -> None:
         rank 1 | 1B0 1F0
                  ^^^
     """
-    schedule, seen, walked = inspected
+    schedule, seen, walked, _ = inspected
     rows, placement, units, slices = schedule
     complete = TRAINED if training else FORWARD
     if sum(map(seen.count, complete)) != placement.stages * units:
@@ -89,6 +96,10 @@ def inspect_rows(schedule: Rows) -> Inspection:
     rows, placement, units, slices = schedule
     if len(rows) != placement.ranks or placement.stages * units > most_units(rows):
         raise broken_rules.wrong_size(schedule)
+    if slices == 1 and len(rows) >= _WIDE and size(rows) >= LARGE:
+        found = import_module(f"{__package__}.columns").inspect(schedule)
+        if found:
+            return Inspection(*found)
     try:
         cut = slices > 1 or any(
             Slice in set(map(type, map(itemgetter(2), _parts(row)))) for row in rows
@@ -107,7 +118,7 @@ def most_units(rows: Sequence[Row]) -> int:
     """The most stages times microbatches for rows of this length. With more, tables of all facts
     would be mostly empty.
     """
-    return 100_000 + 100 * sum(map(len, rows))
+    return 100_000 + 100 * size(rows)
 
 
 def _tally(schedule: Rows) -> tuple[bytearray, bool]:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from .action import Action, AnyAction, Placement, Row
+from .action import Action, AnyAction, Drawn, Placement, Row
 from .action_kinds import KINDS
 from .broken_rules import stuck
 from .check import Inspection
 from .costs import Beside, Costs, Predict, number
-from .dependencies import Facts
+from .dependencies import Facts, walk
 from .rule import Walk
 from .timeline import Carried, Timeline
 
@@ -43,8 +43,7 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
     >>> simulate_rows(inspect_rows(Rows(rows, Placement.loop(2), 1)), Costs(comm=0.5)).total
     7.0
     """
-    rows, placement, units, slices = inspected.schedule
-    walked = inspected.walk
+    (rows, placement, units, slices), _, walked, waves = inspected
     stages = placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)
@@ -57,9 +56,15 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
     overlap = None
     if overlap_cost is not None:
         overlap = partial(_overlapped, overlap_cost, slices)
-    starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
+    if waves and not callable(overlap_cost):
+        starts, ends, causes = waves.run(steps)
+        carried = ()
+    else:
+        if waves:
+            walked = walk(rows, stages, units, ordered=True)
+        starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
-        tuple(rows),
+        rows if isinstance(rows, Drawn) else tuple(rows),
         starts,
         ends,
         placement,

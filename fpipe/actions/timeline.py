@@ -20,7 +20,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Fused, Placement, Row, plain
+from .action import Action, AnyAction, Drawn, Fused, Placement, Row, plain, size
 from .action_kinds import KINDS
 from .dependencies import Facts
 from .product import product
@@ -28,6 +28,8 @@ from .routes import placement_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from .columns import Columns
 
 
 #: op -> what it adds to the memory of its rank, by stage
@@ -83,7 +85,7 @@ class Timeline:
     Span(rank=0, position=2, action=0B0, start=4.0, end=6.0)
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     starts: tuple[array[float], ...]
     ends: tuple[array[float], ...]
     placement: Placement
@@ -163,7 +165,7 @@ class Timeline:
         return f"Timeline({name}{self.ranks} ranks, {len(self)} actions, {total})"
 
     def __len__(self) -> int:
-        return sum(map(len, self.rows))
+        return size(self.rows)
 
     def __iter__(self) -> Iterator[Span]:
         return chain.from_iterable(map(self.of_rank, range(self.ranks)))
@@ -252,6 +254,8 @@ class Timeline:
         return self._most(self.memory or self._activations, self.sizes)
 
     def _most(self, held: Held, sizes: Sequence[float] = ()) -> tuple[float, ...]:
+        if isinstance(self.rows, Drawn):
+            return cast("Columns", self.rows).most(held, sizes)
         changes = (_changes(row, held, sizes) for row in self.rows)
         return tuple(max(accumulate(row, initial=0.0)) for row in changes)
 
@@ -299,13 +303,16 @@ class Timeline:
     def _sent(self) -> tuple[int, float]:
         """Messages between different ranks, and their bytes."""
         route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
-        sizes = self.sizes or [1.0] * self.microbatches
-        actions = Counter(
-            (route[mb], op, stage, sizes[mb]) for row in self.rows for stage, op, mb in plain(row)
-        )
+        kinds = list(zip(route, self.sizes or [1.0] * self.microbatches, strict=True))
+        if isinstance(self.rows, Drawn):
+            actions = cast("Columns", self.rows).tally(kinds)
+        else:
+            actions = Counter(
+                (kinds[mb], op, stage) for row in self.rows for stage, op, mb in plain(row)
+            )
         messages = 0
         amounts: list[float] = []
-        for (path_index, op, stage, size), times in actions.items():
+        for ((path_index, share), op, stage), times in actions.items():
             path = self.placement.paths[path_index]
             other = stage + KINDS[op].needs[-1][1]  # only the last fact is of another stage
             if 0 <= other < len(path) and path[other] != path[stage]:
@@ -314,7 +321,7 @@ class Timeline:
                     boundary = self.boundary[min(stage, other)]
                 else:
                     boundary = 0.0
-                amounts.append(times * size * boundary)
+                amounts.append(times * share * boundary)
         return messages, fsum(amounts)
 
     # ---- causes ----

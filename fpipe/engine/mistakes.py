@@ -195,12 +195,30 @@ def untrainable(stage: int, leaf: torch.Tensor) -> StageError:
     )
 
 
-def unhashable(error: TypeError) -> BatchError:
-    """The error for a leaf of the arguments that is not hashable, as a signature must be."""
-    return BatchError(
-        f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, "
-        'numbers, strings or None, or register its class (optree, namespace="fpipe")'
-    )
+def unhashable(call: Any) -> BatchError:
+    """The error for a call with a leaf that is not hashable, as a signature must be."""
+    trees = {f"params[{stage}]": flat for stage, flat in call.leaves.items()}
+    trees |= {f"state[{stage}]": flat for stage, flat in call.state_leaves.items()}
+    trees |= {part.name: (part.leaves, part.structure) for part in call.batch_parts}
+    remedy = 'numbers, strings or None, or register its class (optree, namespace="fpipe")'
+    for tree, (leaves, structure) in trees.items():
+        for name, leaf in zip(_names(tree, structure), leaves, strict=True):
+            try:
+                hash(leaf)
+            except TypeError:
+                kind = type(leaf).__name__
+                if kind == "ndarray":
+                    remedy = "torch.from_numpy(...) of it, which shares its memory"
+                what = f"{name} is a {kind}, neither a tensor nor hashable"
+                return BatchError(f"{what}; pass {remedy}")
+    return BatchError(f"a side input is neither a tensor nor hashable; pass tensors, {remedy}")
+
+
+def _names(name: str, structure: Any) -> list[str]:
+    """The names of the leaves of an argument: of a tree, or of ``Microbatches``."""
+    if isinstance(structure, tuple):
+        return [leaf for m, part in enumerate(structure) for leaf in _names(f"{name}[{m}]", part)]
+    return [name + "".join(f"[{key!r}]" for key in path) for path in structure.paths()]
 
 
 def misplaced(name: str, leaf: torch.Tensor, group: Group, devices: Sequence[torch.device]) -> str:

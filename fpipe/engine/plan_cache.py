@@ -85,7 +85,7 @@ class Cache:
     def plans_for(self, call: Call) -> CachedPlans:
         """The plans of a call that is not run, prepared where they are not cached."""
         key = call.signature()
-        cached = self._lookup(key)
+        cached = self._lookup(call, key)
         return self._add(call, key) if cached is None else cached
 
     def announce(self, call: Call) -> tuple[CachedPlans, int]:
@@ -94,7 +94,7 @@ class Cache:
         """
         try:
             key = call.signature()
-            cached = self._lookup(key)
+            cached = self._lookup(call, key)
             misplaced = call.misplaced() if cached is None else cached.misplaced
             if misplaced is not None:
                 raise BatchError(misplaced)
@@ -106,11 +106,11 @@ class Cache:
         cached = self._add(call, key)
         return cached, cached.agreed.number
 
-    def _lookup(self, key: tuple[Any, ...]) -> CachedPlans | None:
+    def _lookup(self, call: Call, key: tuple[Any, ...]) -> CachedPlans | None:
         try:
             cached = self.plans.get(key)
         except TypeError as error:
-            raise mistakes.unhashable(error) from error
+            raise mistakes.unhashable(call) from error
         if cached is not None and len(self.plans) > MAX_PLANS // 2:
             self.plans[key] = self.plans.pop(key)  # the plans of the most recent call are the last
         return cached

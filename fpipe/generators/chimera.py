@@ -26,12 +26,13 @@ passes. It holds from p/2 + 1 activations (the outermost rank) to p.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import TypeAlias
 
 from ..actions.action import Action, Row
 from ..actions.action_kinds import Op
 from ..schedule import Schedule
-from .patterns import row_of, tape
+from .patterns import actions
 from .shapes import even_parts, two_directions
 
 #: A crossing of the ranks by one stage's op: stage, op, and the microbatches of each unit.
@@ -65,7 +66,7 @@ def stream(legs: Iterable[Leg]) -> Iterator[Action]:
     >>> list(stream([(0, "F", [range(0, 2), range(2, 3)]), (3, "B", [range(0, 2), range(2, 3)])]))
     [0F0, 0F1, 3B0, 3B1, 0F2, 3B2]
     """
-    parts = [[tape(stage, op, unit) for unit in units] for stage, op, units in legs]
+    parts = [[actions(stage, op, unit) for unit in units] for stage, op, units in legs]
     return (action for unit in zip(*parts, strict=True) for leg in unit for action in leg)
 
 
@@ -74,7 +75,8 @@ def two_streams(lead: int, count: int, even: Iterator[Action], odd: Iterator[Act
 
     The row begins with ``lead`` actions of ``even``. Then actions of both alternate.
 
-    >>> two_streams(1, 2, tape(0, "F", range(2)), tape(0, "B", range(2)))
+    >>> two_streams(1, 2, actions(0, "F", range(2)), actions(0, "B", range(2)))
     (0F0, 0B0, 0F1, 0B1)
     """
-    return row_of("E" * lead + "OE" * (count - lead) + "O" * lead, {"E": even, "O": odd})
+    order = chain(repeat(even, lead), *repeat((odd, even), count - lead), repeat(odd, lead))
+    return tuple(map(next, order))

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 from ..actions.action import Action, AnyAction, Placement, Row, plain
 from ..schedule import Schedule
-from .patterns import Tape, fused, keep_microbatches, tape
+from .patterns import actions, fused, keep_microbatches
 from .shapes import two_directions
 
 
@@ -98,7 +98,7 @@ def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> R
     """The row of a rank, from (stage, microbatches) of its two chunks."""
     f0, b0, i0 = _chunk(*first)
     f1, b1, i1 = _chunk(*second)
-    tapes: dict[str, Tape] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1}
+    tapes: dict[str, Iterator[AnyAction]] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1}
     tapes |= {"X": fused(f0, b1), "Y": fused(f1, b0)}
     row: list[AnyAction] = []
     inputs = (part for part in plain(row) if part.op == "I")  # read while the row grows
@@ -111,4 +111,8 @@ def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> R
 def _chunk(stage: int, batches: range) -> tuple[Iterator[Action], ...]:
     """The tapes of F, B and I of a stage. I goes on with the microbatch at which B stopped."""
     backwards = iter(batches)
-    return tape(stage, "F", batches), tape(stage, "B", backwards), tape(stage, "I", backwards)
+    return (
+        actions(stage, "F", batches),
+        actions(stage, "B", backwards),
+        actions(stage, "I", backwards),
+    )

@@ -26,11 +26,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ..actions.action import Placement, Row
+from ..actions.action import Placement
 from ..actions.action_kinds import Op
 from ..schedule import Schedule
 from .one_f_one_b import one_forward_one_backward
-from .patterns import row_of, tape
+from .patterns import Tape, rows_of
 from .shapes import even_parts
 
 _Order: TypeAlias = Sequence[tuple[int, int]]  #: of (chunk, microbatch)
@@ -58,20 +58,26 @@ def by_groups(
     order = [(chunk, m) for part in parts for chunk in range(chunks) for m in part]
     back = [(chunks - 1 - chunk, m) for chunk, m in order]
     ahead = (chunks - 1) * len(parts[0])
-    rows = [
-        _row(pattern(rank, len(order), ahead), rank, ranks, order, back) for rank in range(ranks)
-    ]
-    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, name)
+    patterns = [pattern(rank, len(order), ahead) for rank in range(ranks)]
+    return _looped(name, patterns, order, back, microbatches)
 
 
-def _row(pattern: str, rank: int, ranks: int, order: _Order, back: _Order) -> Row:
-    """The row of a rank, with forwards in ``order`` and backwards in the order ``back``."""
+def _looped(
+    name: str, patterns: Sequence[str], order: _Order, back: _Order, microbatches: int
+) -> Schedule:
+    """The schedule of patterns, with forwards in ``order`` and backwards in the order ``back``."""
+    ranks = len(patterns)
     orders: dict[Op, _Order] = {"F": order, "B": back, "I": back, "W": back}
-    tapes = {
-        op: tape([chunk * ranks + rank for chunk, _ in units], op, [m for _, m in units])
-        for op, units in orders.items()
-    }
-    return row_of(pattern, tapes)
+
+    def tapes(rank: int) -> dict[str, Tape]:
+        return {
+            op: ([chunk * ranks + rank for chunk, _ in units], op, [m for _, m in units])
+            for op, units in orders.items()
+        }
+
+    rows = rows_of([(pattern, tapes(rank)) for rank, pattern in enumerate(patterns)])
+    chunks = len(order) // microbatches
+    return Schedule(rows, Placement.loop(ranks, chunks), microbatches, name)
 
 
 def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -97,6 +103,5 @@ def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     chunks = stages // ranks
     order = [(c, m) for c in range(chunks) for m in range(microbatches)]
-    pattern = "F" * len(order) + "B" * len(order)
-    rows = [_row(pattern, rank, ranks, order, order[::-1]) for rank in range(ranks)]
-    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, "LoopedBFS")
+    patterns = ["F" * len(order) + "B" * len(order)] * ranks
+    return _looped("LoopedBFS", patterns, order, order[::-1], microbatches)

@@ -41,7 +41,11 @@ With one slice this is 1F1B.
 
 from __future__ import annotations
 
+from itertools import islice
+
+from ..actions.action import Fused, Placement, Row
 from ..schedule import Schedule
+from .patterns import actions
 from .shapes import one_chunk_a_rank
 
 
@@ -88,9 +92,17 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
     [0F0, 0F1, 0F2, (0F3;0B0)OVERLAP_F_B, 0B1, 0B2, 0B3]
     [1F0, (1F1;1B0)OVERLAP_F_B, (1F2;1B1)OVERLAP_F_B, (1F3;1B2)OVERLAP_F_B, 1B3]
     """
-    firsts = [min(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
-    patterns = ["F" * first + "X" * (microbatches - first) + "B" * first for first in firsts]
-    return one_chunk_a_rank("Overlapped1F1B", patterns, microbatches, stages)
+    rows: list[Row] = []
+    for rank in range(ranks):
+        first = min(microbatches, 2 * (ranks - rank) - 1)
+        forwards = actions(rank, "F", range(microbatches))
+        backwards = actions(rank, "B", range(microbatches))
+        warm_up = tuple(islice(forwards, first))
+        steady = tuple(
+            map(Fused, zip(forwards, islice(backwards, microbatches - first), strict=True))
+        )
+        rows.append((*warm_up, *steady, *backwards))
+    return Schedule(rows, Placement.loop(ranks), microbatches, "Overlapped1F1B")
 
 
 def one_forward_one_backward(microbatches: int, warm_up: int) -> str:

@@ -5,13 +5,15 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from ..actions.action import Action, AnyAction, Placement, Row
+from ..actions.action import Placement, Row
+from ..actions.action_kinds import Op
+from ..actions.unit import unit
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from .patterns import keep_microbatches, row_of, tapes
+from .patterns import Tape, keep_microbatches, row_of, rows_of, tapes
 
 
 def even_parts(microbatches: range, parts: int) -> list[range]:
@@ -83,24 +85,31 @@ def one_chunk_a_rank(
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1B0, 1F1, 1B1]
     """
-    rows = tuple(
-        row_of(pattern, tapes(rank, microbatches, slices=slices))
+    chunks = stages // len(patterns)
+    path = tuple(stage // chunks for stage in range(stages))
+    if chunks > 1:
+        patterns = ["".join(letter * chunks for letter in pattern) for pattern in patterns]
+    drawn = [
+        (pattern, _tapes(rank, chunks, microbatches, slices))
         for rank, pattern in enumerate(patterns)
-    )
-    per_rank = stages // len(patterns)
-    path = tuple(stage // per_rank for stage in range(stages))
-    if per_rank > 1:
-        rows = tuple(_spread(row, per_rank) for row in rows)
+    ]
+    rows = rows_of(drawn) if slices == 1 else [row_of(*row) for row in drawn]
     return Schedule(rows, Placement((path,), len(patterns)), microbatches, name, slices=slices)
 
 
-def _spread(row: Iterable[AnyAction], per_rank: int) -> Row:
-    """The row with each action as one for each stage of the rank."""
-    up = range(per_rank)
-    down = range(per_rank - 1, -1, -1)
-    return tuple(
-        Action(part.stage * per_rank + step, part.op, part.microbatch)
-        for action in row
-        for part in action.parts
-        for step in (up if part.op == "F" else down)
-    )
+def _tapes(rank: int, chunks: int, microbatches: int, slices: int) -> dict[str, Tape]:
+    """The tapes of a rank with ``chunks`` neighbours. F runs the slices of a microbatch in order,
+    the others run them from the last one.
+    """
+    if chunks == slices == 1:
+        return tapes(rank, microbatches)
+    ops: Sequence[Op] = ("F", "B", "I", "W")
+
+    def tape(op: Op) -> Tape:
+        way = 1 if op == "F" else -1
+        stages = range(rank * chunks, (rank + 1) * chunks)[::way]
+        parts = range(slices)[::way]
+        units = [unit(m * slices + s, slices) for m in range(microbatches) for s in parts]
+        return [*stages] * len(units), op, [at for at in units for _ in stages]
+
+    return {op: tape(op) for op in ops}

@@ -37,9 +37,9 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..actions.action import Action, Placement
-from ..actions.action_kinds import Op
+from ..actions.action import Placement
 from ..schedule import Schedule
+from .patterns import two_chunks
 
 _PERIOD = 6  #: of slots: F, f, i, I and their two W
 
@@ -100,8 +100,9 @@ def make_v_half(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def _make(name: str, block: Block, microbatches: int, stages: int) -> Schedule:
-    slots = zip_longest(*(_row(passes, block) for passes in _passes(block, microbatches, stages)))
-    rows = tuple(tuple(filter(None, row)) for row in zip(*slots, strict=True))
+    letters = (_letters(passes, block) for passes in _passes(block, microbatches, stages))
+    slots = zip_longest(*letters, fillvalue="")
+    rows = two_chunks(list(map("".join, zip(*slots, strict=True))), microbatches)
     return Schedule(rows, Placement.v(stages // 2), microbatches, name)
 
 
@@ -114,8 +115,7 @@ class _Pass:
     """
 
     place: int
-    stage: int
-    op: Op
+    letter: str
     can: list[float]
     done: list[float]
     microbatch: int = 0
@@ -131,17 +131,17 @@ def _passes(block: Block, microbatches: int, stages: int) -> list[list[_Pass]]:
         two = stages - 1 - rank
         inputs = forward[one - 1] if rank else at_once
         cotangents = backward[two + 1] if rank else forward[two]
-        first = _Pass(places[0], one, "F", inputs, forward[one])
-        second = _Pass(places[1], two, "F", forward[two - 1], forward[two])
-        second_back = _Pass(places[2], two, "I", cotangents, backward[two])
-        first_back = _Pass(places[3], one, "I", backward[one + 1], backward[one])
+        first = _Pass(places[0], "F", inputs, forward[one])
+        second = _Pass(places[1], "f", forward[two - 1], forward[two])
+        second_back = _Pass(places[2], "i", cotangents, backward[two])
+        first_back = _Pass(places[3], "I", backward[one + 1], backward[one])
         ranks.append([first, second, second_back, first_back])
     return ranks
 
 
-def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
+def _letters(passes: list[_Pass], block: Block) -> Iterator[str]:
     """What a rank runs in each slot: the pass whose turn it is, an early pass, the oldest W, or
-    nothing (None).
+    nothing ("").
     """
     first, _, second_back, first_back = passes
     if block.slack:
@@ -149,36 +149,39 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
     else:
         early = (first_back, second_back)
     left = list(passes)
-    waiting = deque[Action]()
+    waiting = deque[str]()
     held = live = 0  # activations, until W and until I
     turn = first
     for slot in count():
         chosen: _Pass | None = turn
         if turn.can[turn.microbatch] > slot:
-            able = (one for one in early if one in left and one.can[one.microbatch] <= slot)
             ready = (
-                one for one in able if one.op == "I" or _fits(one, left, held, live, block.limit)
+                one
+                for one in early
+                if one in left
+                and one.can[one.microbatch] <= slot
+                and (one is not first or _fits(one, left, held, live, block.limit))
             )
             chosen = next(ready, None)
-        elif turn.op == "F" and held == block.limit:
+        elif held == block.limit and turn.letter in "Ff":
             chosen = None
         if chosen is None:
             held -= bool(waiting)
-            yield waiting.popleft() if waiting else None
+            yield waiting.popleft() if waiting else ""
             continue
         microbatch = chosen.microbatch
         chosen.done[microbatch] = slot + 1
         chosen.microbatch = microbatch + 1
         chosen.place += _PERIOD
-        if chosen.op == "F":
+        if chosen.letter in "Ff":
             held = held + 1
             live = live + 1
         else:
             live -= 1
-            waiting.append(Action(chosen.stage, "W", microbatch))
+            waiting.append("w" if chosen is second_back else "W")
         if chosen.microbatch == len(chosen.done):
             left.remove(chosen)
-        yield Action(chosen.stage, chosen.op, microbatch)
+        yield chosen.letter
         if not left:
             break
         if chosen is turn:
@@ -189,10 +192,10 @@ def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
 def _fits(forward: _Pass, passes: list[_Pass], held: int, live: int, limit: int) -> bool:
     """Whether a forward can come early and leave enough memory for the passes before its turn."""
     between = sorted(
-        (place, one.op)
+        (place, one.letter)
         for one in passes
         if one is not forward
         for place in range(one.place, forward.place, _PERIOD)
     )
-    steps = (1 if op == "F" else -1 for _, op in between)
+    steps = (1 if letter in "Ff" else -1 for _, letter in between)
     return held < limit and max(accumulate(steps, initial=live + 1)) <= limit

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ..actions.action import Placement
 from ..schedule import Schedule
-from .patterns import keep_microbatches, row_of, tapes
+from .patterns import keep_microbatches, two_chunks
 
 
 def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -27,19 +27,9 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 1F0, 1I0, 1W0, 0F1, 0I0, 0W0, 1F1, 1I1, 1W1, 0I1, 0W1]
     """
     drawn = max(2 * ranks - 1, microbatches)
-    rows = (
-        row_of(
-            _pattern(ranks, rank, drawn),
-            tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True),
-        )
-        for rank in range(ranks)
-    )
-    return Schedule(
-        keep_microbatches(rows, drawn, range(microbatches)),
-        Placement.v(ranks),
-        microbatches,
-        "ZBVZeroBubble",
-    )
+    rows = two_chunks([_pattern(ranks, rank, drawn) for rank in range(ranks)], drawn)
+    kept = keep_microbatches(rows, drawn, range(microbatches))
+    return Schedule(kept, Placement.v(ranks), microbatches, "ZBVZeroBubble")
 
 
 def _pattern(p: int, r: int, m: int) -> str:

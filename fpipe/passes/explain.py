@@ -292,9 +292,12 @@ def unsendable_error(label: str, leaf: object) -> StageError:
 
 def unhashable_error(label: str, error: TypeError) -> StageError:
     """The error for an argument that is no tensor and cannot be a key."""
+    remedy = 'numbers, strings or None, or register its class (optree, namespace="fpipe")'
+    if "ndarray" in str(error):
+        remedy = "torch.from_numpy(...) of it, which shares its memory"
     return StageError(
         f"stage {label}: a leaf that is neither a tensor nor hashable came in ({error}); "
-        'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
+        f"pass {remedy}"
     )
 
 

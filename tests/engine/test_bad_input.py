@@ -468,10 +468,40 @@ CALLED_WRONG = {
         lambda: step(
             piped([lambda p, v: layer(p, v["x"]), layer, layer, layer]), PARAMS, {"x": X, "s": {1}}
         ),
-        fpipe.FpipeError,
-        "neither a tensor nor hashable",
+        fpipe.errors.BatchError,
+        r"^x\['s'\] is a set, neither a tensor nor hashable; pass numbers",
     ),
 }
+
+ARRAY = X.numpy()
+ARRAYS = {
+    "x": lambda: step(piped(), PARAMS, ARRAY),
+    "x['deep'][1]": lambda: step(piped(), PARAMS, {"deep": [X, ARRAY]}),
+    "x[2]": lambda: step(piped(), PARAMS, fpipe.Microbatches([X, X, ARRAY, X])),
+    "target 0": lambda: fpipe.grad(piped(loss=lambda y, t: (y - t).sum()))(PARAMS, X, ARRAY),
+    "params[1]": lambda: step(piped(), [PARAMS[0], PARAMS[1].detach().numpy(), *PARAMS[2:]], X),
+    "mask": lambda: step(
+        piped([lambda p, v, *, mask: layer(p, v) * mask, layer, layer, layer]),
+        PARAMS,
+        X,
+        mask=ARRAY,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_of_numpy_is_refused_by_name(name: str):
+    remedy = "pass torch.from_numpy(...) of it, which shares its memory"
+    with pytest.raises(fpipe.errors.BatchError) as caught:
+        ARRAYS[name]()
+    said = f"{name} is a ndarray, neither a tensor nor hashable; {remedy}"
+    assert str(caught.value) == said
+    assert step(piped(), PARAMS, torch.from_numpy(ARRAY))[0] == step(piped(), PARAMS, X)[0]
+
+
+def test_an_array_of_numpy_is_refused_by_trace():
+    with pytest.raises(fpipe.errors.StageError, match=r"pass torch.from_numpy\(...\) of it"):
+        fpipe.trace(layer, PARAMS[0], ARRAY)
 
 
 @pytest.mark.parametrize("name", CALLED_WRONG)
