@@ -1,4 +1,4 @@
-"""The time to build, check and simulate schedules, in plain Python: medians of alternating rounds.
+"""The time to build, check and simulate schedules: medians of alternating rounds.
 
 Also one large case in its own process, with its peak memory. Torch is never imported.
 

@@ -480,7 +480,7 @@ ARRAYS = {
     "x[2]": lambda: step(piped(), PARAMS, fpipe.Microbatches([X, X, ARRAY, X])),
     "target 0": lambda: fpipe.grad(piped(loss=lambda y, t: (y - t).sum()))(PARAMS, X, ARRAY),
     "params[1]": lambda: step(piped(), [PARAMS[0], PARAMS[1].detach().numpy(), *PARAMS[2:]], X),
-    "mask": lambda: step(
+    "side input 'mask'": lambda: step(
         piped([lambda p, v, *, mask: layer(p, v) * mask, layer, layer, layer]),
         PARAMS,
         X,
