@@ -188,8 +188,10 @@ def test_a_pipeline_of_other_lengths_and_one_row_at_a_time():
     for length in (3, 2, 1):
         y = labels[:, :length]
         loss, _ = fpipe.value_and_grad(pipe)(params, x[:, :length], labels=y)
-        parts = [whole(params[1], block(params[0], a), labels=b)
-                 for a, b in zip(x[:, :length].chunk(2), y.chunk(2), strict=True)]
+        parts = [
+            whole(params[1], block(params[0], a), labels=b)
+            for a, b in zip(x[:, :length].chunk(2), y.chunk(2), strict=True)
+        ]
         torch.testing.assert_close(loss, sum(parts) / 2)
 
 
@@ -202,7 +204,8 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     "chunk=0": (lambda h, w, t: (h, w, t), {"chunk": 0}),
     "reduction='max'": (lambda h, w, t: (h, w, t), {"reduction": "max"}),
     "the target 37, and weight has 37 rows": (
-        lambda h, w, t: (h, w, torch.full_like(t, VOCABULARY)), {},
+        lambda h, w, t: (h, w, torch.full_like(t, VOCABULARY)),
+        {},
     ),
     "the target -1,": (lambda h, w, t: (h, w, torch.full_like(t, -1)), {}),
 }

@@ -33,6 +33,10 @@ QUERIES = {
     "megatron": "howto/migrate.html",
     "warm-up": "howto/",
     "autocast": "howto/precision.html",
+    "large vocabulary": "howto/vocabulary.html",
+    "logits memory": "howto/vocabulary.html",
+    "cut cross entropy": "howto/vocabulary.html",
+    "chunked_cross_entropy": "reference.html#fpipe.chunked_cross_entropy",
 }
 PAGES, SECTIONS = 5, 10
 
