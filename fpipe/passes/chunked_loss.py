@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef, custom_op
+from torch.library import custom_op
 
 from ..errors import StageError
 
@@ -246,7 +246,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _by_element(op: CustomOpDef) -> None:
+def _by_element(op: Any) -> None:
     """Let ``vmap`` call an operation for each element of the batch."""
 
     def batched(info: Any, axes: tuple[int | None, ...], *args: Any) -> Any:
@@ -278,6 +278,5 @@ def _(dlosses: Tensor, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-_OPERATIONS: tuple[CustomOpDef, ...] = (chunked_losses, chunked_dhidden, chunked_dweight)
-for _operation in _OPERATIONS:
+for _operation in (chunked_losses, chunked_dhidden, chunked_dweight):
     _by_element(_operation)

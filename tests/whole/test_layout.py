@@ -104,6 +104,7 @@ PUBLIC_ONLY = (
     "products.clusters",
     "products.command",
     "products.demo",
+    "products.explanation",
     "products.search",
     "products.training",
 )

@@ -34,6 +34,8 @@ QUERIES = {
     "warm-up": "howto/",
     "autocast": "howto/precision.html",
     "large vocabulary": "howto/vocabulary.html",
+    "explain": "howto/explain.html",
+    "why idle": "howto/explain.html",
     "logits memory": "howto/vocabulary.html",
     "cut cross entropy": "howto/vocabulary.html",
     "chunked_cross_entropy": "reference.html#fpipe.chunked_cross_entropy",

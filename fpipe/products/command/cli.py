@@ -49,6 +49,10 @@ COMMANDS = {
         "fpipe.products.command.rehearse:rehearse",
         "Make the plans of ranks of a planned run, without GPUs.",
     ),
+    "explain": (
+        "fpipe.products.command.explain:explain",
+        "Explain a script's pipeline: what runs where, memory, idle time.",
+    ),
     "train": (
         "fpipe.products.command.train:train",
         "Train a small GPT on several processes, and check its gradients.",
@@ -57,7 +61,6 @@ COMMANDS = {
         "fpipe.products.command.copies:copies",
         "Run a script as several copies, of which any may be lost.",
     ),
-    "profile": ("Measure the costs of stages and messages, and write them to a file.",),
     "checkpoint": (
         "fpipe.products.command.checkpoint:checkpoint",
         "Show, verify or convert checkpoints.",
