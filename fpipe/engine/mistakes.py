@@ -197,6 +197,11 @@ def untrainable(stage: int, leaf: torch.Tensor) -> StageError:
 
 def unhashable(error: TypeError) -> BatchError:
     """The error for a leaf of the arguments that is not hashable, as a signature must be."""
+    if "numpy.ndarray" in str(error):
+        return BatchError(
+            "a leaf of the parameters or of the batch is a numpy.ndarray; pass "
+            "torch.as_tensor(leaf) of it"
+        )
     return BatchError(
         f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, "
         'numbers, strings or None, or register its class (optree, namespace="fpipe")'

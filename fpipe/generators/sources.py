@@ -58,12 +58,20 @@ def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
     >>> read_schedule(file)
     Schedule(plan, ranks=1, microbatches=1, stages=1)
     """
-    text = read_text(path)
+    return schedule_in(read_text(path), Path(path).stem, track)
+
+
+def schedule_in(text: str, name: str, track: Track = iter) -> Schedule:
+    """The schedule in a text: CSV, or the text of ``str(schedule)``.
+
+    >>> schedule_in("[0F0, 0B0]", "plan")
+    Schedule(plan, ranks=1, microbatches=1, stages=1)
+    """
     if text[:4096].lstrip(" \t\r\n").startswith("["):
         parse = parse_rows
     else:
         parse = parse_csv
-    return Schedule(parse(text, track), name=Path(path).stem)
+    return Schedule(parse(text, track), name=name)
 
 
 def make_registered(
