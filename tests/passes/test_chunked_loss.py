@@ -73,6 +73,14 @@ def test_where_no_token_counts_loss_and_gradients_are_zero():
         assert (value == 0).all()
 
 
+def test_the_mean_is_over_the_tokens_that_count():
+    hidden, weight, targets = drawn(torch.float64)
+    for count in (1, 2, 3):
+        few = torch.where(torch.arange(TOKENS) < count, targets.clamp(min=0), -100)
+        ours, theirs = found(hidden, weight, few, chunk=5), exact(hidden, weight, few)
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_under_autocast_products_are_in_bfloat16_and_sums_in_float32():
     hidden, weight, targets = drawn()
     with torch.autocast("cpu", torch.bfloat16):
