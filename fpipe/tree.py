@@ -84,7 +84,7 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[s
             continue
         if any(_may_match_below(pattern, path) for path in missing):
             continue
-        near = [name.rstrip(".") for name in get_close_matches(pattern, names, 3, 0.3) or names[:3]]
+        near = get_close_matches(pattern, names, 3, 0.3) or names[:3]
         return f"{pattern!r} matches no leaf; near names: {', '.join(near)}"
     return ""
 

@@ -201,9 +201,8 @@ def _programs(
     group.notes(group.here[0])(f"{TRACING} {name}")
     try:
         made = programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
-        trains = index is not None and request.mode != "forward" and trees[0].wanted
-        if trains and not unused and not any((*made.dps, *made.dxs)):
-            feature("explain").check_gradient(stage, made, trees[1])
+        if trees[0].wanted and not any((*made.dps, *made.dxs)):
+            feature("explain").check_gradient(stage, made, trees[1], request)
         return made
     except StageError as error:
         located = feature("explain").located

@@ -175,7 +175,7 @@ def schedule_from(
         return read_schedule(source)
     if isinstance(source, str):
         return make_schedule(source, ranks, microbatches, stages, slices=slices)
-    if not callable(source) or isinstance(source, type):
+    if not callable(source):
         raise no_source(source)
     return returned(called(source, ranks, microbatches), "the schedule function")
 

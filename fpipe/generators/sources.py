@@ -15,7 +15,7 @@ from ..actions import Track
 from ..actions.text import parse_csv, parse_rows
 from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
-from .refusals import refuse_name
+from .refusals import no_source, refuse_name
 
 T = TypeVar("T")
 
@@ -100,6 +100,8 @@ def make_registered(
 
 def called(fn: Callable[..., T], *counts: int, **keywords: object) -> T:
     """The result of a function for schedules; ScheduleError where it takes other arguments."""
+    if isinstance(fn, type):
+        raise no_source(fn)
     try:
         inspect.signature(fn).bind(*counts, **keywords)
     except TypeError as error:

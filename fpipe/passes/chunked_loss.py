@@ -126,7 +126,7 @@ class _Losses(torch.autograd.Function):
         ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         args = (grads[0], *ctx.saved_tensors, ctx.chunk, ctx.ignored)
         wanted = ctx.needs_input_grad
         dhidden = _Gradient.apply(False, *args) if wanted[0] else None
@@ -145,11 +145,11 @@ class _Gradient(torch.autograd.Function):
         return gradient
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise StageError(
             "the gradient of chunked_cross_entropy is differentiated, which is not defined; use "
             "F.cross_entropy(hidden @ weight.T, targets) for derivatives of a gradient"
@@ -263,18 +263,20 @@ def _by_element(op: Any) -> None:
 
 
 @chunked_losses.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int) -> Any:
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int
+) -> tuple[Tensor, Tensor]:
     losses = hidden.new_empty(targets.shape, dtype=_wide(hidden))
     return losses, torch.empty_like(losses)
 
 
 @chunked_dhidden.register_fake
-def _(dlosses: Tensor, hidden: Tensor, *others: Any) -> Tensor:
+def _(dlosses: Tensor, hidden: Tensor, *others: object) -> Tensor:
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 
 @chunked_dweight.register_fake
-def _(dlosses: Tensor, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
+def _(dlosses: Tensor, hidden: Tensor, weight: Tensor, *others: object) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 

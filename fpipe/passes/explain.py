@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from ..engine.kinds import _NOTHING
+from ..engine.request import Request
 from ..errors import ActionError, FpipeError, GroupError, StageError, TraceError
 from ..lowering.instruction import Instruction
 from ..programs.internals import quiet
@@ -257,10 +258,12 @@ def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
     )
 
 
-def check_gradient(stage: Stage, made: Programs, x: AbstractTree) -> None:
+def check_gradient(stage: Stage, made: Programs, x: AbstractTree, request: Request) -> None:
     """Raise StageError for a stage of which no argument has a gradient, although its outputs depend
     on one that wants it.
     """
+    if request.mode == "forward" or made.outputs.unused:
+        return
     if made.outputs.y.spec == _NOTHING:
         raise StageError(
             f"stage {stage.label} returned None; return its output: is a return missing?"

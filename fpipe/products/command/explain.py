@@ -14,6 +14,7 @@ import click
 
 from ... import Pipeline
 from ...errors import FpipeError, StageError
+from ...tree import Tree
 from . import options
 from .options import option
 
@@ -99,8 +100,8 @@ def _stopping() -> Iterator[None]:
     before = pipelines.call
 
     def call(
-        pipe: Any, mode: str, params: Any, x: Any, targets: Any, side: Any, **more: Any
-    ) -> Any:
+        pipe: Any, mode: str, params: Any, x: Tree, targets: Sequence[Tree], side: Any, **_: object
+    ) -> None:
         raise _Reached(pipe.explain(params, x, *targets, **side))
 
     pipelines.call = call
