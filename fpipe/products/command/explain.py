@@ -28,13 +28,13 @@ class _Reached(BaseException):
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("script", metavar="SCRIPT")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+@click.argument("script", metavar="FILE")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
 @option("-o --out FILE", "Write .html or .txt.", type=options.ending_in(".html", ".txt"))
 def explain(script: str, arguments: tuple[str, ...], out: str | None) -> None:
     """Explain the first call of a pipeline in a script: pipe.explain with its arguments.
 
-    The SCRIPT runs in one process up to that call, which is not made. It gets the ARGUMENTS behind
+    The FILE runs in one process up to that call, which is not made. It gets the ARGUMENTs behind
     its name.
 
     \b
