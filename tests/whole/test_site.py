@@ -36,7 +36,8 @@ QUERIES = {
     "large vocabulary": "howto/vocabulary.html",
     "explain": "howto/explain.html",
     "why idle": "howto/explain.html",
-    "logits memory": "howto/vocabulary.html",
+    "whole logits": "howto/vocabulary.html",
+    "fused linear cross entropy": "howto/vocabulary.html",
     "cut cross entropy": "howto/vocabulary.html",
     "chunked_cross_entropy": "reference.html#fpipe.chunked_cross_entropy",
 }
