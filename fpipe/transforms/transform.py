@@ -293,7 +293,7 @@ def shown(value: object) -> str:
     >>> shown(None), shown([10] * 100)
     ('None', "a list, [10, 10, 10, 10, 10, 10, 10, 10, 10, 10, ...")
     """
-    text = " ".join(repr(value).split())
+    text = getattr(value, "__name__", "") or " ".join(repr(value).split())
     if len(text) <= 80:
         return text
     return f"a {type(value).__name__}, {text[:40]}..."

@@ -348,5 +348,5 @@ def test_transforms_print_the_call_that_makes_them():
     tx = fpipe.chain(fpipe.clip_by_global_norm(1.0), fpipe.adamw(3e-4), fpipe.scale(0.5))
     parts = "fpipe.clip_by_global_norm(1.0), fpipe.adamw(0.0003), fpipe.scale(0.5)"
     assert repr(tx) == f"fpipe.chain({parts})"
-    assert repr(fpipe.sgd(lambda step: 1.0)).startswith("fpipe.sgd(<function")
+    assert repr(fpipe.sgd(lambda step: 1.0)) == "fpipe.sgd(<lambda>)"
     assert "transform of fpipe" in repr(fpipe.transforms.identity())
