@@ -68,6 +68,11 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     ),
     "solver": ("bench_solver", (), ("--seconds", "0.2", "--cases", "1", "--rounds", "1")),
     "optimizer": ("bench_optimizer", (), ("--rounds", "2", "--sides", "32")),
+    "vocabulary": (
+        "bench_vocabulary",
+        ("--errors",),
+        ("--vocabulary", "512", "--tokens", "32", "--width", "16", "--errors"),
+    ),
     "overlap": (
         "bench_overlap",
         ("--torch", "--width", "64"),

@@ -349,6 +349,21 @@ def _optimizer(found: Any) -> Iterator[str]:
     )
 
 
+def _vocabulary(found: Any) -> Iterator[str]:
+    lines = [
+        [
+            name,
+            f"{row['peak'] / 2**20:,.0f}",
+            f"{row['seconds']:.1f}",
+            f"{row['cpu']:.1f}",
+            f"{row['error']:.1e}",
+        ]
+        for name, row in found["rows"].items()
+    ]
+    columns = ("MiB", "seconds", "of the processor", "error")
+    yield from _table((", ".join(f"{n} {k}" for k, n in found["sizes"].items()), *columns), lines)
+
+
 def _overlap(rows: Rows) -> Iterator[str]:
     for r in rows:
         share = r["communication/compute"]
@@ -489,6 +504,13 @@ _SCALE = (
     "simulation: the whole "
     "schedule."
 )
+_VOCABULARY = (
+    "One step of `fpipe.chunked_cross_entropy` and of torch's cross entropy of whole logits: the "
+    "loss, and the gradients of hidden states and of the head, in float32. Memory is what the step "
+    "adds, with these gradients. Errors are the largest, against float64, relative to the largest "
+    "value."
+)
+
 _OPTIMIZER = (
     "200 parameters (100 matrices, each with a vector) in 8 stages, one step with `tx.step`, in "
     "time of the "
@@ -564,6 +586,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
         _OPTIMIZER,
         _optimizer,
     ),
+    "vocabulary": ("A head with a large vocabulary", _VOCABULARY, _vocabulary),
     "overlap": ("Woven forwards and backwards, on one host", _OVERLAP, _overlap),
     "narrow": ("Woven forwards and backwards, over a narrow link", _NARROW, _overlap),
     "gpu": (

@@ -329,7 +329,7 @@ def reference() -> str:
 SECTIONS = {
     "Pipelines and their gradients": "pipeline Pipeline value_and_grad grad vjp weighted copies "
     "auto",
-    "Stages": "Stage block remat",
+    "Stages": "Stage block chunked_cross_entropy remat",
     "Modules": "from_module to_module",
     "Batches": "Microbatches elsewhere pack pad",
     "Other derivatives": "per_example",

@@ -29,6 +29,7 @@ _TABLE = {
     "programs.program": "Programs",
     "programs.trace_one": "trace",
     "programs.wrappers": "block remat",
+    "passes.chunked_loss": "chunked_cross_entropy",
     "passes.elsewhere.arguments": "elsewhere",
     "engine.copies": "copies",
     "products.search.auto": "auto",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     )
     from .interop.modules import from_module as from_module, to_module as to_module
     from .passes import ops as ops
+    from .passes.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from .passes.debugging import debug as debug
     from .passes.derived.per_example import per_example as per_example
     from .passes.elsewhere.arguments import elsewhere as elsewhere

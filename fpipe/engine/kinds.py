@@ -200,7 +200,10 @@ def _programs(
     name = "the loss" if index is None else f"stage {index}"
     group.notes(group.here[0])(f"{TRACING} {name}")
     try:
-        return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
+        made = programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
+        if trees[0].wanted and not any((*made.dps, *made.dxs)):
+            feature("explain").check_gradient(stage, made, trees[1], request)
+        return made
     except StageError as error:
         located = feature("explain").located
-        raise type(error)(located(str(error), trees[0], index)) from error.__cause__
+        raise type(error)(located(str(error), trees, index)) from error.__cause__

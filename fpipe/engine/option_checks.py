@@ -6,6 +6,7 @@ Knows configurations; no plan.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import get_args
@@ -82,4 +83,5 @@ def check_patterns(config: Config, leaves: Sequence[Sequence[str]]) -> None:
     for option, patterns in (("frozen", config.frozen), ("own", own)):
         fault = tree.unmatched(patterns, names)
         if fault:
-            raise StageError(f"{option}={fault}")
+            bare = re.sub(r"\.(?=,|$)", "", fault)  # a stage that is one tensor
+            raise StageError(f"{option}={bare}")

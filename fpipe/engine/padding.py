@@ -26,7 +26,12 @@ Fill: TypeAlias = float | int | bool | Literal["restart"] | None
 
 #: By the last part of a leaf's name. Positions restart, so that a packed row gets one more sequence
 #: and no position lies beyond a model's table.
-FILLS: Mapping[str, Fill] = {"*label*": -100, "*target*": -100, "*position*": "restart"}
+FILLS: Mapping[str, Fill] = {
+    "*label*": -100,
+    "*target*": -100,
+    "y": -100,
+    "*position*": "restart",
+}
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -91,8 +96,8 @@ def pad(
         uniform: whether all microbatches get one length.
         values: what a pad holds, by leaf name or shell pattern, matched on the whole dotted name
             and on its last part: a number, ``"restart"`` for positions that begin again at 0, or
-            None to leave the leaf alone. Names that are not given hold -100 in labels and targets,
-            restart in positions, and are 0 elsewhere.
+            None to leave the leaf alone. Names that are not given hold -100 in labels, targets and
+            leaves called ``y``, restart in positions, and are 0 elsewhere.
         axis: the axis of the sequence.
         length: the name of a leaf that has the length of the microbatch.
 

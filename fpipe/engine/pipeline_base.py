@@ -504,6 +504,33 @@ class PipelineBase(Generic[Y, R]):
         with self.config.claim():
             return Plans(self.cache.plans_for(call).prepared, self.config.capture)
 
+    def explain(
+        self, params: Sequence[Tree], x: Tree, /, *targets: Tree, costs: Any = None, **side: Tree
+    ) -> Any:
+        """One page about a call: what runs where, messages, memory, idle time, and what to change
+        first. Nothing runs.
+
+        Every process of the pipeline must call it, and gets the same page.
+
+        Args:
+            params, x, targets, side: as for a call.
+            costs: of ``fpipe.measure_costs``; by default times are estimates from shapes.
+
+        Returns:
+            A value that prints the page. ``.save("explain.html")`` writes it, ``.timeline`` is the
+            simulated step, ``.advice`` what to change first.
+
+        Raises:
+            BatchError, StageError: as for a call.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
+        >>> page = pipe.explain([torch.ones(1)] * 2, torch.ones(4))
+        >>> "What to change first" in str(page)
+        True
+        """
+        return product("explanation").explain(self, params, x, targets, side, costs)
+
     def rehearse(
         self,
         ranks: Sequence[int],

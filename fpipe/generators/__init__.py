@@ -12,7 +12,7 @@ keeps of one microbatch, from its F to its W or B.
 
 from .catalogue import is_path, make_schedule, schedule_from, schedule_names
 from .registry import about_schedule, orders_slices, register_schedule
-from .sources import Source, read_schedule
+from .sources import Source, read_schedule, schedule_in
 
 __all__ = [
     "Source",
@@ -23,5 +23,6 @@ __all__ = [
     "read_schedule",
     "register_schedule",
     "schedule_from",
+    "schedule_in",
     "schedule_names",
 ]

@@ -16,7 +16,11 @@ refuse_name = partial(ScheduleError, rule="name")
 
 def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
     """The error for an unknown name. ``known`` maps the keys of the known names to the names."""
-    close = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
+    # a class of torch.distributed.pipelining, such as Schedule1F1B
+    short = str(name).lower().removeprefix("schedule")
+    close = difflib.get_close_matches(short, known, n=3, cutoff=0.5)
+    if short in known:
+        close = [short]
     remedy = f"there are {', '.join(known.values())}"
     if close:
         remedy = f"did you mean {' or '.join(known[near] for near in close)}?"
@@ -25,6 +29,11 @@ def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
 
 def no_source(source: object) -> ScheduleError:
     """The error for a value that describes no schedule."""
+    if isinstance(source, type):
+        name = source.__name__.removeprefix("Schedule")
+        return refuse_name(
+            f"schedule={source.__name__} is a class; give the name of a schedule, such as {name!r}"
+        )
     return refuse_name(
         f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
         "microbatches)"
@@ -57,7 +66,7 @@ def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> Sc
         fits = f"{above}"
     return ScheduleError(
         f"{name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give "
-        f"stages={fits}",
+        f"stages={fits}, and a pipeline as many functions, or other ranks",
         rule="stages",
     )
 

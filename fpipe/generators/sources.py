@@ -15,7 +15,7 @@ from ..actions import Track
 from ..actions.text import parse_csv, parse_rows
 from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
-from .refusals import refuse_name
+from .refusals import no_source, refuse_name
 
 T = TypeVar("T")
 
@@ -58,12 +58,20 @@ def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:
     >>> read_schedule(file)
     Schedule(plan, ranks=1, microbatches=1, stages=1)
     """
-    text = read_text(path)
+    return schedule_in(read_text(path), Path(path).stem, track)
+
+
+def schedule_in(text: str, name: str, track: Track = iter) -> Schedule:
+    """The schedule in a text: CSV, or the text of ``str(schedule)``.
+
+    >>> schedule_in("[0F0, 0B0]", "plan")
+    Schedule(plan, ranks=1, microbatches=1, stages=1)
+    """
     if text[:4096].lstrip(" \t\r\n").startswith("["):
         parse = parse_rows
     else:
         parse = parse_csv
-    return Schedule(parse(text, track), name=Path(path).stem)
+    return Schedule(parse(text, track), name=name)
 
 
 def make_registered(
@@ -92,6 +100,8 @@ def make_registered(
 
 def called(fn: Callable[..., T], *counts: int, **keywords: object) -> T:
     """The result of a function for schedules; ScheduleError where it takes other arguments."""
+    if isinstance(fn, type):
+        raise no_source(fn)
     try:
         inspect.signature(fn).bind(*counts, **keywords)
     except TypeError as error:

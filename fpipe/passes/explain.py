@@ -23,9 +23,12 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ..engine.kinds import _NOTHING
+from ..engine.request import Request
 from ..errors import ActionError, FpipeError, GroupError, StageError, TraceError
 from ..lowering.instruction import Instruction
 from ..programs.internals import quiet
+from ..programs.program import Programs
+from ..stage import Stage
 from ..tree import AbstractTree, Aval, describe
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
@@ -227,6 +230,10 @@ def other_parameters_error(label: str, tensor: torch.Tensor) -> TraceError:
     )
 
 
+#: Part of torch's message about a parameter that is written into.
+_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
+
+
 # ---- instructions ----
 #: Part of autograd's message, which concerns stages with engine="eager".
 _CHANGED = "modified by an inplace operation"
@@ -258,16 +265,59 @@ def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
         if _CHANGED in str(error)
         else ""
     )
+    if "same dtype" in str(error):
+        hint += "; give both one dtype, as p.to(x.dtype) does: parameters of integers are constants"
     return ActionError(
         f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip() + hint
     )
 
 
-def located(text: str, params: AbstractTree, index: int | None) -> str:
-    """A message that names the stage, or the loss, and where its arguments come from."""
+def check_gradient(stage: Stage, made: Programs, x: AbstractTree, request: Request) -> None:
+    """Raise StageError for a stage of which no argument has a gradient, although its outputs depend
+    on one that wants it.
+    """
+    if request.mode == "forward" or made.outputs.unused:
+        return
+    if made.outputs.y.spec == _NOTHING:
+        raise StageError(
+            f"stage {stage.label} returned None; return its output: is a return missing?"
+        )
+    program = getattr(made, "f", None)
+    reads = any(name.startswith("p") for name in getattr(program, "inputs", ()))
+    if made.outputs.y.avals and not reads and not x.wanted:
+        return  # it has parameters that it does not use
+    raise StageError(
+        f"stage {stage.label} returns nothing that has a gradient, so it and the stages before it "
+        "would get zeros; leave out detach(), no_grad() and item(), and return tensors that are "
+        "computed from its parameters or its input. What should not be trained is named by "
+        'frozen=["0.*"]'
+    )
+
+
+def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
+    """A message that names the stage, or the loss, and where its arguments, ``trees``, come
+    from.
+    """
     text = text.replace("FakeTensor", "Tensor")
+    params, x = trees[:2]
     if index is None:
-        return text.replace("stage ", "the loss ", 1)
+        nothing = x.spec.num_children and x.spec.children()[0] == _NOTHING
+        hint = " (the last stage returned None: is a return missing?)" if nothing else ""
+        if "depends on data" in text:
+            hint += " A loss returns a tensor: leave out item() and float()"
+        return text.replace("stage ", "the loss ", 1) + hint
+    kinds = [leaf.type for leaf in params.leaves if not isinstance(leaf, Aval)]
+    module = next((kind for kind in kinds if issubclass(kind, torch.nn.Module)), None)
+    if module is not None:
+        return (
+            f"stage {index}: its parameters hold the module {module.__name__}, and "
+            "parameters are tensors; pass dict(module.named_parameters()), and call the module "
+            "with torch.func.functional_call(module, p, x), or use fpipe.from_module"
+        )
+    if x.spec == _NOTHING and index:
+        text += f" (stage {index - 1} returned None: is a return missing?)"
+    if _IN_PLACE in text:
+        text += " A stage must not write into its parameters: compute a new tensor, as p * 2"
     hints = (
         ["its parameters are None: give params one entry per stage"]
         if params.spec == _NOTHING
@@ -338,6 +388,7 @@ def scalar_error(label: str, first: Aval | None) -> StageError:
     if first is None or first.shape != ():
         return StageError(
             f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
-            f"anything); it returned {'no tensor' if first is None else first}"
+            f"anything); it returned {'no tensor' if first is None else first}. A number, as "
+            "item() and float() return, has no gradient"
         )
     return StageError(f"the loss {label} must be floating, not {first.dtype}; take .float() of it")

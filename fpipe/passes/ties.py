@@ -77,9 +77,10 @@ def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterato
         head, _, rest = name.partition(".")
         stage = int(head)
         if rest not in paths[stage]:
+            there = [f"{stage}.{path}" if path else str(stage) for path in paths[stage]]
             raise StageError(
                 f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has "
-                f"{', '.join(paths[stage])}"
+                f"{', '.join(map(repr, there[:8])) or 'none'}"
             )
         yield stage, list(paths[stage]).index(rest)
 

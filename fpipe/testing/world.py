@@ -174,10 +174,14 @@ class World:
             waits = "; ".join(
                 f"rank {state.rank} waits {state.waiting.what}" for state in alive if state.waiting
             )
-            self.stuck = (
-                f"every rank waits and nothing is under way: {waits}. One of them must "
-                "send before it waits"
-            )
+            remedy = "One of them must send before it waits"
+            ended = [str(state.rank) for state in self.ranks if state.outcome is not None]
+            if ended:
+                remedy = (
+                    f"The function has ended on rank {', '.join(ended)}: every rank must make the "
+                    "same calls"
+                )
+            self.stuck = f"every rank waits and nothing is under way: {waits}. {remedy}"
             return
         ends = [state.waiting.deadline for state in alive if state.waiting]
         self.clock = min(self.arrivals + ends)

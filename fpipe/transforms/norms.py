@@ -34,7 +34,7 @@ from .boards import (
     stages_here,
 )
 from .leaves import map_kinds, places, recording
-from .transform import Transform, times
+from .transform import Transform, shown, times
 
 #: Elements in one row of an exact norm; any number would do, as long as it never changes.
 _ROW = 1024
@@ -167,6 +167,7 @@ def global_norm(
             alone = [part if stage == s else None for s in range(len(tree))]
         shared = group
         leaves = places(alone).leaves
+        _check_floating(leaves)
         if gathers:
             whole = places(over.unshard(alone)).leaves  # type: ignore[union-attr]
             # a leaf is not gathered where it differs by copy or is beside a frozen one
@@ -183,6 +184,17 @@ def global_norm(
             differ = [matches(name, differing) for _, name in chosen]
             norms[stage] = norm.over(shared, found, differ)
     return torch.linalg.vector_norm(by_stage(tree, over, norms), p)
+
+
+def _check_floating(leaves: list[Tensor]) -> None:
+    """Raise TransformError for a leaf that has no norm, as the count of steps of a state."""
+    for leaf in leaves:
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TransformError(
+                f"the gradients have a leaf of {leaf.dtype} of shape {list(leaf.shape)}, and a "
+                "norm needs floating ones; pass gradients first, as in tx.update(grads, state, "
+                "params)"
+            )
 
 
 def _checked(over: Over | None, p: float) -> Over | None:
@@ -241,4 +253,6 @@ def clip_by_global_norm(
         by, state = factor(grads)
         return times(grads, by), state
 
-    return Transform(init, update, factor=factor)
+    return Transform(
+        init, update, factor=factor, name=f"fpipe.clip_by_global_norm({shown(max_norm)})"
+    )

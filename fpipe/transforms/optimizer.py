@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..errors import TransformError
 from .leaves import Column, Mask, by_kind, count, flags, kind, mask_of, scaled, zeros
-from .transform import State, Transform, added, one_pass, weights_of
+from .transform import State, Transform, added, one_pass, shown, weights_of
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -27,15 +28,26 @@ Rate: TypeAlias = float | Callable[[int], float]
 _BLOCK = 1 << 18
 
 
-def rate_at(rate: Rate, steps: Tensor) -> float:
+def rate_at(rate: Rate, steps: Tensor, least: float = 0.0) -> float:
     """The value of a rate at a step.
 
     >>> rate_at(0.5, torch.tensor(7)), rate_at(lambda step: 0.1 * step, torch.tensor(2))
     (0.5, 0.2)
     """
-    if callable(rate):
-        return float(rate(int(steps.item())))
-    return rate
+    if not callable(rate):
+        return rate
+    step = int(steps.item())
+    value = float(rate(step))
+    if not least <= value < math.inf:
+        raise TransformError(f"the rate of step {step} is {value}; {_RULE[least]}")
+    return value
+
+
+#: By the least value of a rate: what its function must return.
+_RULE = {
+    0.0: "a learning rate is a finite number of 0 or more, and the step counts from 0",
+    -math.inf: "a factor is a finite number, and the step counts from 0",
+}
 
 
 class Step(NamedTuple):
@@ -88,6 +100,10 @@ def optimizer(
     """
     if not callable(lr) and (isinstance(lr, (bool, str)) or not hasattr(lr, "__float__")):
         raise TransformError(f"lr={lr!r} of {name}; give a number, or a function of the step")
+    if isinstance(lr, (int, float)) and not 0 <= lr < math.inf:
+        raise TransformError(
+            f"lr={lr!r} of {name}; give a finite number of 0 or more, or a function of the step"
+        )
 
     def init(params):
         if mask is not None:
@@ -96,7 +112,10 @@ def optimizer(
 
     def body(at, state, params, how):
         if not hasattr(state, "step"):
-            raise TransformError(f"{name} got the state {state!r}; pass that of tx.init(params)")
+            raise TransformError(
+                f"{name} got the state {shown(state)}; pass that of tx.init(params), in the order "
+                "tx.update(grads, state, params)"
+            )
         number = state.step + 1
         rate = rate_at(lr, state.step)
         trees = state[1 : 1 + moments]
@@ -133,7 +152,8 @@ def optimizer(
         states = (at.tree(new, tree) for new, tree in zip(after[1:], trees, strict=True))
         return at.tree(after[0], None if how is None else params), state_type(number, *states)
 
-    return one_pass(init, body, lambda state: rate_at(lr, state.step))
+    made = one_pass(init, body, lambda state: rate_at(lr, state.step))
+    return replace(made, name=f"fpipe.{name}({shown(lr)})")
 
 
 def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from math import inf, isfinite
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, copies_of
 from .leaves import count, map_kinds, scaled
 from .optimizer import rate_at
-from .transform import Transform, leafwise, on_leaves
+from .transform import Transform, leafwise, on_leaves, shown
 
 
 class StepState(NamedTuple):
@@ -37,10 +39,16 @@ def scale(factor: float | Tensor) -> Transform:
     Returns:
         A ``Transform``.
 
+    Raises:
+        TransformError: if the number is not finite.
+
     >>> scale(-0.5).update([torch.ones(1)], ())[0]
     [tensor([-0.5000])]
     """
-    return on_leaves(lambda leaves: scaled(leaves, factor), factor)
+    if isinstance(factor, (int, float)) and not isfinite(factor):
+        raise TransformError(f"factor={factor!r} of scale; give a finite number, such as -0.1")
+    made = on_leaves(lambda leaves: scaled(leaves, factor), factor)
+    return replace(made, name=f"fpipe.scale({shown(factor)})")
 
 
 def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
@@ -60,7 +68,7 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
     """
 
     def step(at, state, params):
-        return scaled(at.leaves, rate_at(schedule, state.step)), StepState(state.step + 1)
+        return scaled(at.leaves, rate_at(schedule, state.step, -inf)), StepState(state.step + 1)
 
     return leafwise(lambda params: StepState(count()), step)
 

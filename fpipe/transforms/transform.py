@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement, pairwise
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -68,6 +68,7 @@ class Transform:
             updates.
         rate: the learning rate of the next step, ``rate(state)``; None where there is none, or more
             than one.
+        name: what is printed, such as ``fpipe.sgd(0.1)``.
 
     A transform of the user's is written the same way as those of this package:
 
@@ -88,6 +89,11 @@ class Transform:
     factor: Callable[[Updates], tuple[Tensor | None, State]] | None = None
     run: Run | None = None
     rate: Callable[[State], float] | None = None
+    name: str = field(default="", compare=False)
+
+    def __repr__(self) -> str:
+        """The call that made it, where that is known."""
+        return self.name or f"<a transform of {getattr(self.update, '__module__', 'fpipe')}>"
 
     def step(
         self, grads: Updates, state: State, params: T, *, donate: bool = False
@@ -240,7 +246,7 @@ def chain(*transforms: Transform) -> Transform:
     for transform in transforms:
         if not isinstance(transform, Transform):
             raise TransformError(
-                f"chain takes transforms such as fpipe.adamw(3e-4), not {transform!r}"
+                f"chain takes transforms such as fpipe.adamw(3e-4), not {shown(transform)}"
             )
     if not transforms:
         return identity()
@@ -250,7 +256,7 @@ def chain(*transforms: Transform) -> Transform:
 
     def call(grads, state, params, how):
         if not isinstance(state, Sequence) or len(state) != len(transforms):
-            given = f"the state {state!r}"
+            given = f"the state {shown(state)}"
             if isinstance(state, Sequence):
                 given = f"a state of {len(state)} parts"
             raise TransformError(
@@ -273,11 +279,24 @@ def chain(*transforms: Transform) -> Transform:
             after.append(part)
         return times(grads, factor) if how is None else params, tuple(after)
 
+    name = f"fpipe.chain({', '.join(map(repr, transforms))})"
     rates = [(index, tx.rate) for index, tx in enumerate(transforms) if tx.rate is not None]
     if len(rates) != 1:
-        return both_ways(init, call)
+        return replace(both_ways(init, call), name=name)
     ((place, rate),) = rates
-    return both_ways(init, call, lambda state: rate(state[place]))
+    return replace(both_ways(init, call, lambda state: rate(state[place])), name=name)
+
+
+def shown(value: object) -> str:
+    """A value for a message: its text, or the beginning of a long one.
+
+    >>> shown(None), shown([10] * 100)
+    ('None', "a list, [10, 10, 10, 10, 10, 10, 10, 10, 10, 10, ...")
+    """
+    text = getattr(value, "__name__", "") or " ".join(repr(value).split())
+    if len(text) <= 80:
+        return text
+    return f"a {type(value).__name__}, {text[:40]}..."
 
 
 def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:

@@ -204,3 +204,10 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
 def test_mistakes(call: Any, message: str):
     with pytest.raises(fpipe.errors.BatchError, match=message):
         call()
+
+
+def test_labels_called_y_do_not_count():
+    parts = [{"x": torch.ones(1, n), "y": torch.ones(1, n, dtype=torch.long)} for n in (3, 5)]
+    padded, _ = fpipe.pad(parts, uniform=True)
+    assert padded[0]["y"].tolist() == [[1, 1, 1, -100, -100]]
+    assert padded[0]["x"].tolist() == [[1, 1, 1, 0, 0]]

@@ -59,7 +59,8 @@ def shell(line: str) -> None:
         del words[0]
     clusters = [word for word in words if word.startswith("examples/cluster/")]
     if words[0] == "fpipe" and words[1] != "train":
-        assert main(words[1:]) == 0, line
+        scripts = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+        assert main(scripts[1:]) == 0, line
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), (
             f"no target: {line}"

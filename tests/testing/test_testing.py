@@ -357,3 +357,12 @@ def test_a_rank_that_never_returns_to_its_group_ends_the_run(monkeypatch: pytest
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.05)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("order", ["lockstep", "buffered"])
+def test_a_rank_that_returns_early_is_named(order):
+    def early(group: Group) -> object:
+        return None if group.here[0] == 1 else group.gather_objects(1)
+
+    with pytest.raises(DeadlockError, match=r"rank 0 waits .*The function has ended on rank 1:"):
+        run(early, ranks=2, order=order)

@@ -4,6 +4,7 @@ bit, and what torch's optimizers or a few plain lines define.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fake_processes
+import fpipe
 from common import same
 from fpipe import transforms as T
 from fpipe.errors import TransformError
@@ -299,3 +301,52 @@ def test_an_optimizer_passes_an_int_to_its_learning_rate():
 def test_learning_rates_refuse_counts_that_do_not_fit(make: Any, match: str):
     with pytest.raises(TransformError, match=match):
         make()
+
+
+SWAPPED = [{f"w{number}": torch.randn(8, 8) for number in range(50)} for _ in range(2)]
+RATES = {
+    "lr=-0.001 of adamw": lambda: fpipe.adamw(-1e-3),
+    "lr=nan of sgd": lambda: fpipe.sgd(float("nan")),
+    "lr=inf of adamw": lambda: fpipe.adamw(float("inf")),
+    "factor=nan of scale": lambda: fpipe.scale(float("nan")),
+    "the rate of step 0 is -1.0; a learning rate": lambda: _updated(fpipe.sgd(lambda step: -1.0)),
+    "the rate of step 0 is nan; a learning rate": lambda: _updated(
+        fpipe.adamw(lambda step: float("nan"))
+    ),
+    "the rate of step 0 is inf; a factor": lambda: _updated(
+        fpipe.scale_by_schedule(lambda step: float("inf"))
+    ),
+    "in the order tx.update(grads, state, params)": lambda: _swapped(fpipe.adamw(1e-3)),
+    "as in tx.update(grads, state, params)": lambda: _swapped(
+        fpipe.chain(fpipe.clip_by_global_norm(1.0), fpipe.adamw(1e-3))
+    ),
+}
+
+
+def _updated(tx: fpipe.Transform) -> Any:
+    params = [torch.ones(2)]
+    return tx.update(params, tx.init(params), params)
+
+
+def _swapped(tx: fpipe.Transform) -> object:
+    return tx.update(tx.init(SWAPPED), SWAPPED, SWAPPED)
+
+
+@pytest.mark.parametrize("message", RATES)
+def test_rates_and_swapped_arguments_are_refused_in_short(message: str):
+    with pytest.raises(TransformError, match=re.escape(message)) as caught:
+        RATES[message]()
+    assert len(str(caught.value)) < 300
+
+
+def test_a_negative_factor_is_allowed():
+    assert fpipe.scale(-0.5).update([torch.ones(1)], ())[0] == [torch.tensor([-0.5])]
+    assert _updated(fpipe.scale_by_schedule(lambda step: -0.5))[0][0].tolist() == [-0.5, -0.5]
+
+
+def test_transforms_print_the_call_that_makes_them():
+    tx = fpipe.chain(fpipe.clip_by_global_norm(1.0), fpipe.adamw(3e-4), fpipe.scale(0.5))
+    parts = "fpipe.clip_by_global_norm(1.0), fpipe.adamw(0.0003), fpipe.scale(0.5)"
+    assert repr(tx) == f"fpipe.chain({parts})"
+    assert repr(fpipe.sgd(lambda step: 1.0)) == "fpipe.sgd(<lambda>)"
+    assert "transform of fpipe" in repr(fpipe.transforms.identity())

@@ -30,7 +30,14 @@ PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
 #: example -> the test file that runs it, where that is not this one
 ELSEWHERE = {"rl_engine": "test_trainers.py"}
 #: example -> steps after which the loss has fallen
-SMALL = {"slices": 30, "quickstart": 6, "module": 12, "contrastive": 6, "meta": 12}
+SMALL = {
+    "slices": 30,
+    "quickstart": 6,
+    "module": 12,
+    "contrastive": 6,
+    "meta": 12,
+    "large_vocabulary": 6,
+}
 #: those that take arguments
 EXPLAINED = ("moe", "zero")
 
@@ -134,6 +141,16 @@ def _on_four() -> dict[str, list[float]]:
         "zero": load("zero").main(["--steps", "2"]),
         "whole": load("zero").main(["--steps", "2", "--zero", "0"]),
     }
+
+
+def _large_vocabulary() -> list[float]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "examples"  # what torchrun sets besides
+    return load("large_vocabulary").main(steps=2)
+
+
+def test_large_vocabulary_on_two_processes():
+    alone = load("large_vocabulary").main(steps=2)
+    assert fpipe.launch(_large_vocabulary, ranks=2, timeout=100) == [alone, alone]
 
 
 @pytest.mark.timeout(240)

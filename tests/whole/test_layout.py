@@ -104,6 +104,7 @@ PUBLIC_ONLY = (
     "products.clusters",
     "products.command",
     "products.demo",
+    "products.explanation",
     "products.search",
     "products.training",
 )
@@ -302,9 +303,9 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 286_400
+    assert tokens <= 289_600
     assert tokens / lines <= 9.05
-    assert PACKAGE.total("anys") <= 450
+    assert PACKAGE.total("anys") <= 475
 
 
 #: The heart and the engine: what DESIGN calls rings 0 and 1. Shared memory and the launchers of

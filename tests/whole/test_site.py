@@ -33,6 +33,13 @@ QUERIES = {
     "megatron": "howto/migrate.html",
     "warm-up": "howto/",
     "autocast": "howto/precision.html",
+    "large vocabulary": "howto/vocabulary.html",
+    "explain": "howto/explain.html",
+    "why idle": "howto/explain.html",
+    "whole logits": "howto/vocabulary.html",
+    "fused linear cross entropy": "howto/vocabulary.html",
+    "cut cross entropy": "howto/vocabulary.html",
+    "chunked_cross_entropy": "reference.html#fpipe.chunked_cross_entropy",
 }
 PAGES, SECTIONS = 5, 10
 

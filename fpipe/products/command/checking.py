@@ -27,7 +27,7 @@ from .options import INVALID, json_option, option, print_json, report_error, usa
 @option("--forward-only", "Check a schedule of forward passes alone.")
 @json_option
 def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json: bool) -> int:
-    """Check schedules in CSV files, or as text with brackets.
+    """Check schedules in CSV files, or as text with brackets; - is standard input.
 
     Each error names rank, position, rule and remedy; the exit status is then 1.
 

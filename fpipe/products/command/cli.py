@@ -49,6 +49,10 @@ COMMANDS = {
         "fpipe.products.command.rehearse:rehearse",
         "Make the plans of ranks of a planned run, without GPUs.",
     ),
+    "explain": (
+        "fpipe.products.command.explain:explain",
+        "Explain a script's pipeline: what runs where, memory, idle time.",
+    ),
     "train": (
         "fpipe.products.command.train:train",
         "Train a small GPT on several processes, and check its gradients.",

@@ -6,6 +6,7 @@ and no torch.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from ...actions import Costs, progress, read_bytes
 from ...errors import ScheduleError
-from ...generators import is_path, read_schedule, schedule_from, schedule_names
+from ...generators import is_path, read_schedule, schedule_from, schedule_in, schedule_names
 from ...schedule import Schedule
 from ..search.memory_limit import in_bytes
 
@@ -189,7 +190,9 @@ def counts(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
 
 
 def read_file(path: Path) -> Schedule:
-    """The schedule in a file: brackets or CSV."""
+    """The schedule in a file, or on standard input for ``-``: brackets or CSV."""
+    if str(path) == "-":
+        return schedule_in(sys.stdin.read(), "standard input")
     if not path.is_file():
         raise usage_error(f"there is no file {str(path)!r}")
     with progress(f"reading {path}") as track:

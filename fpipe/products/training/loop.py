@@ -277,8 +277,8 @@ class Loop:
             raise UnsupportedError(
                 "with elastic=, data must depend on the step and the copy alone; give a function"
             )
-        if not isinstance(steps, Real) or steps != steps:
-            raise BatchError(f"steps={steps!r}; give the number of steps in all")
+        if not isinstance(steps, Real) or not steps >= 0:
+            raise BatchError(f"steps={steps!r}; give the number of steps in all, 0 or more")
         with _signalled() as signals:
             now = self._load(params, batch)
             if self.elastic is None or now.step >= steps:

@@ -583,3 +583,14 @@ def test_a_long_file_shows_progress_on_a_terminal(
     assert cli.main(["check", "plan.csv"]) == 0
     assert "2 ranks, 2 stages, 2 microbatches" in capsys.readouterr().out
     assert ("reading plan.csv" in screen.getvalue()) == terminal == bool(screen.getvalue())
+
+
+def test_check_reads_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[0F0, 0B0]"))
+    assert cli.main(["check", "-"]) == 0
+    assert "-: good: 1 ranks" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[0B0, 0F0]"))
+    assert cli.main(["check", "-"]) == 1
+    assert "0B0" in capsys.readouterr().err

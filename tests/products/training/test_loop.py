@@ -615,7 +615,7 @@ def test_a_run_waits_for_the_save_of_one_that_failed(
     assert seen == [2, 3]
 
 
-@pytest.mark.parametrize("steps", [None, "3", float("nan"), torch.tensor(3)])
+@pytest.mark.parametrize("steps", [None, "3", float("nan"), torch.tensor(3), -1])
 def test_steps_are_a_number(steps: Any):
     pipe, params, data = product()
     with pytest.raises(BatchError, match="steps="):

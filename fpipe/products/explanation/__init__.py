@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pipe.explain``: one page: what runs where, messages, memory, idle time, advice.
+
+Reads plans and simulates schedules; nothing runs.
+"""
+
+from .page import Explanation, explain
+
+__all__ = ["Explanation", "explain"]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why ranks are idle in a simulated step, and what would shorten it most."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
+from ...errors import FpipeError, ScheduleError
+from ..pictures.labels import percent, size_text
+
+MOST_FORWARDS = 1 << 12  #: of a schedule that is compared with all others
+LEAST_GAIN = 0.02  #: of the time of a step, for advice
+
+
+class Idle(NamedTuple):
+    """Idle time of a rank, as a share of the step, and why."""
+
+    share: float
+    why: str
+
+
+def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
+    """The idle time of a rank by its causes, the longest first."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    row = timeline.of_rank(rank)
+    for position, span in enumerate(row):
+        wait = timeline.waited_for(rank, position)
+        if position == 0:
+            spent["before its first microbatch arrives"] += span.start - timeline.start
+        elif wait is not None and wait.time > 0:
+            cause = timeline.rows[wait.rank][wait.position].parts[0]
+            what = "output" if cause.op == "F" else "gradient"
+            spent[f"for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
+        else:
+            spent["for messages"] += max(span.start - row[position - 1].end, 0.0)
+    if row:
+        spent["after its last action"] += timeline.start + timeline.total - row[-1].end
+    shares = [Idle(time / timeline.total, why) for why, time in spent.items() if timeline.total]
+    return sorted((one for one in shares if one.share > 5e-4), reverse=True)
+
+
+def advice(
+    schedule: Schedule, costs: Costs, of_count: Callable[[int], Schedule]
+) -> list[tuple[float, str]]:
+    """What to change first: the share of a step that each change saves, and a sentence.
+
+    ``of_count`` is the schedule of the pipeline for another number of microbatches.
+    """
+    timeline = schedule.simulate(costs)
+    if not timeline.total:
+        return []
+    found = [
+        *_balance(timeline),
+        *_microbatches(timeline, costs, of_count),
+        *_schedules(schedule, timeline, costs),
+    ]
+    return sorted((one for one in found if one[0] >= LEAST_GAIN), reverse=True)[:2]
+
+
+def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
+    """The rank with the most work, if the others wait for it."""
+    mean = sum(timeline.busy) / len(timeline.busy)
+    rank = max(range(len(timeline.busy)), key=timeline.busy.__getitem__)
+    most = timeline.busy[rank]
+    stages = ", ".join(map(str, timeline.placement.stages_of(rank)))
+    if most > 1.05 * mean:
+        yield (
+            (most - mean) / timeline.total,
+            f"Rank {rank} computes {percent(most / mean - 1)} longer than the mean of the ranks, "
+            f"and the others wait for it: give its stages ({stages}) fewer layers; "
+            "fpipe.balance proposes cuts.",
+        )
+
+
+def _microbatches(
+    timeline: Timeline, costs: Costs, of_count: Callable[[int], Schedule]
+) -> Iterator[tuple[float, str]]:
+    """Twice as many microbatches of the same size."""
+    if isinstance(costs.load, Sequence) or isinstance(costs.size, Sequence):
+        return  # one number for each microbatch
+    count = timeline.microbatches // timeline.slices
+    try:
+        twice = of_count(2 * count).simulate(costs)
+    except FpipeError:
+        return  # it has no form for that number, or was given for this one
+    gain = 1 - twice.total / 2 / timeline.total
+    yield (
+        gain,
+        f"microbatches={2 * count} of the same size take {percent(gain)} less time for each row "
+        f"than {count}: the bubble is {percent(twice.bubble)} in place of "
+        f"{percent(timeline.bubble)}.",
+    )
+
+
+def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator[tuple[float, str]]:
+    """The named schedule for these ranks and stages that ends first."""
+    if schedule.stages * schedule.microbatches > MOST_FORWARDS or schedule.slices > 1:
+        return
+    limit = max(timeline.peak_bytes)
+    found = []
+    for name in schedule_names():
+        try:
+            other = make_schedule(name, schedule.ranks, schedule.microbatches, schedule.stages)
+            if len(other.check().placement.paths) > 1:
+                continue  # it needs two copies of the parameters
+            simulated = other.simulate(costs)
+        except ScheduleError:
+            continue
+        found.append((simulated.total, max(simulated.peak_bytes), name))
+    fitting = [one for one in found if one[1] <= limit * (1 + 1e-9)]
+    saves = 1 - min(fitting, default=(timeline.total,))[0] / timeline.total >= LEAST_GAIN
+    best = min(fitting if saves else found, default=None)
+    if best is not None:
+        total, peak, name = best
+        gain = 1 - total / timeline.total
+        held = f"{size_text(peak)} of activations in place of {size_text(limit)}"
+        yield (
+            gain,
+            f'schedule="{name}" ends {percent(gain)} earlier at these costs, and a rank holds at '
+            f"most {held}.",
+        )

@@ -1,0 +1,214 @@
+"""``pipe.explain`` and ``fpipe explain``: figures are those of plans, parameters and a schedule
+counted by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import fpipe
+from fpipe.errors import FpipeError
+from fpipe.products.command.cli import main
+from fpipe.products.explanation.reasons import idle_of
+
+WIDTH = 4
+EXAMPLES = Path(fpipe.__file__).parents[1] / "examples"
+
+
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p)
+
+
+def explained(schedule: Any = "1F1B", ranks: int = 2, stages: int = 2, **more: Any) -> Any:
+    """A page, and the plans of the same call."""
+    pipe = fpipe.pipeline(
+        [layer] * stages, schedule, loss=torch.sum, microbatches=2, group=fpipe.local(ranks)
+    )
+    args = [torch.eye(WIDTH)] * stages, torch.ones(6, WIDTH)
+    return pipe.explain(*args, **more), pipe.plan(*args)
+
+
+def rows(page: Any, title: str) -> list[str]:
+    """The lines of a table of the page."""
+    return str(page).partition(f"\n{title}\n")[2].partition("\n\n")[0].splitlines()[1:]
+
+
+def test_parameters_and_messages_are_those_of_the_plan():
+    page, plans = explained()
+    where = rows(page, "What runs where")
+    assert [line.split()[:7] for line in where] == [
+        [str(rank), "cpu", str(rank), "layer", "trace", "16", "(64"] for rank in (0, 1)
+    ]
+    nbytes = 3 * WIDTH * 4  # rows of a microbatch
+    sent = [line.split() for line in rows(page, "Messages of a step")]
+    assert sent == [
+        ["0", "1", "0", "forward", "2", str(nbytes), "B"],
+        ["1", "0", "1", "backward", "2", str(nbytes), "B"],
+    ]
+    assert page.facts.peaks == plans.peak
+
+
+def test_messages_of_a_v_are_told_apart_by_direction():
+    page, plans = explained("ZBV", 2, 4)
+    counted = {(e.rank, e.to, e.stage, e.direction): e.messages for e in page.facts.edges}
+    assert counted == {
+        (0, 1, 0, "forward"): 2,
+        (0, 1, 3, "backward"): 2,
+        (1, 0, 2, "forward"): 2,
+        (1, 0, 1, "backward"): 2,
+    }
+    sends = sum(i.kind == "SEND" for plan in plans.by_rank.values() for i in plan.instructions)
+    assert sum(counted.values()) == sends
+
+
+def test_idle_time_and_its_causes():
+    """F, I and W take 1: rank 1 begins after 1, rank 0 waits for two gradients."""
+    costs = fpipe.Costs(F=1, I=1, W=1)
+    timeline = fpipe.make_schedule("1F1B", 2, 2).simulate(costs)
+    # 0: F0 F1 . B0 B0 . B1 B1     1: . F0 B0 B0 F1 B1 B1 . .
+    assert timeline.total == 9
+    found = [[(round(9 * share), why) for share, why in idle_of(timeline, rank)] for rank in (0, 1)]
+    assert found[0] == [(3, "for the gradient of stage 1 on rank 1")]
+    assert found[1] == [
+        (2, "after its last action"),
+        (1, "before its first microbatch arrives"),
+    ]
+    for rank, shares in enumerate(found):
+        assert sum(time for time, _ in shares) == 9 - timeline.busy[rank]
+    page, _ = explained(costs=costs)
+    assert "33.3% for the gradient of stage 1 on rank 1" in rows(page, "Idle")[0]
+    assert "Times are measured or given." in str(page)
+
+
+def test_advice_names_the_change_that_saves_most():
+    page, _ = explained(costs=fpipe.Costs(F=[1, 3], I=[1, 3], W=[1, 3]))
+    assert "Rank 1 computes 50% longer than the mean" in page.advice[0]
+    page, _ = explained(costs=fpipe.Costs(F=1, I=1, W=1))
+    assert len(page.advice) == 2
+    said = next(text for text in page.advice if "microbatches=4" in text)
+    # 2 microbatches take 9, 4 take 15
+    assert "16.7% less time" in said and "20% in place of 33.3%" in said
+    named = next(text for text in page.advice if text.startswith("schedule="))
+    name = named.split('"')[1]
+    total = fpipe.make_schedule(name, 2, 2, 2).simulate(fpipe.Costs(F=1, I=1, W=1)).total
+    assert total < 9 and f"ends {round(100 * (1 - total / 9), 1):g}% earlier" in named
+
+
+def test_one_rank_has_nothing_to_change():
+    page, _ = explained("1F1B", 1, 1)
+    assert page.advice == ()
+    assert "Nothing stands out" in str(page)
+
+
+def test_a_schedule_of_one_number_of_microbatches():
+    page, _ = explained(fpipe.make_schedule("1F1B", 2, 2), costs=fpipe.Costs(F=1, I=1, W=1))
+    assert len(page.advice) == 1 and page.advice[0].startswith("schedule=")
+
+
+def test_memory_over_the_step():
+    page, _ = explained(costs=fpipe.Costs(F=1, I=1, W=1))
+    (first, second) = rows(page, "Memory against time")
+    curve = re.findall(r"\[(.{48})\]", first + second)
+    assert len(curve) == 2 and "@" in curve[0]
+    assert curve[1][:5] == " " * 5, "rank 1 holds nothing before its first microbatch"
+
+
+class Tags(HTMLParser):
+    """Which elements are open at the end of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in ("meta", "br", "img", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_saved_pages(tmp_path: Path):
+    page, _ = explained()
+    page.save(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert Tags(text).open == []
+    assert (
+        "What to change first" in text
+        and "<svg" in text
+        and "http" not in text.lower().replace("http://www.w3.org", "")
+    )
+    page.save(str(tmp_path / "page.txt"))
+    assert (tmp_path / "page.txt").read_text(encoding="utf-8") == str(page)
+    with pytest.raises(FpipeError, match=r"use \.html or \.txt"):
+        page.save("page.gif")
+    with pytest.raises(FpipeError, match="a path that can be written"):
+        page.save(tmp_path / "none" / "page.html")
+    with pytest.raises(FpipeError, match=r"costs='unit'; give fpipe\.Costs"):
+        explained(costs="unit")
+
+
+def _page(group: Any) -> str:
+    pipe = fpipe.pipeline(
+        [layer] * 4, "Interleaved1F1B", loss=torch.sum, microbatches=2, group=group
+    )
+    params = pipe.place([torch.eye(WIDTH)] * 4)
+    return str(pipe.explain(params, torch.ones(6, WIDTH)))
+
+
+def test_every_process_has_the_same_page():
+    pages = fpipe.testing.run(_page, ranks=2)
+    assert pages[0] == pages[1]
+    alone = _page(fpipe.local(2))
+    assert "What to change first" in alone
+    for title in ("What runs where", "Messages of a step", "Idle"):
+        assert rows(pages[0], title) == rows(alone, title) != []
+
+
+# ---- the command ----
+def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = main(["explain", *args])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_script_runs_up_to_its_first_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    status, out, _ = run(str(EXAMPLES / "quickstart.py"), capsys=capsys)
+    assert status == 0
+    assert (
+        out.startswith("ZBVZeroBubble: 8 stages on 4 ranks, 8 microbatches") and "loss" not in out
+    )
+    path = tmp_path / "page.html"
+    status, out, _ = run("--out", str(path), str(EXAMPLES / "quickstart.py"), capsys=capsys)
+    assert status == 0 and path.exists()
+
+
+SCRIPTS = {
+    "called no pipeline in this process": "",
+    "raised ZeroDivisionError before its first call": "1 / 0",
+    "ended with status 'give a file'": "raise SystemExit('give a file')",
+}
+
+
+@pytest.mark.parametrize("message", SCRIPTS)
+def test_scripts_without_a_call(message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPTS[message], encoding="utf-8")
+    status, _, err = run(str(path), capsys=capsys)
+    assert status == 2 and message in err and len(err) < 1000
+    status, _, err = run(str(tmp_path / "none.py"), capsys=capsys)
+    assert status == 2 and "there is no file" in err
+
+
+def test_help_lists_the_command():
+    from fpipe.products.command.cli import fpipe as group
+
+    assert "explain" in CliRunner().invoke(group, ["--help"]).output
