@@ -9,13 +9,13 @@ carry no tags. This module must not know backends, processes or plans.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..errors import GroupError
+from ..errors import GroupError, UnsupportedError
 from ..tree import Spec
 
 #: Texts that ranks compare, by name; None is not compared.
@@ -213,6 +213,14 @@ class Group(Protocol):
     def global_rank(self, rank: int) -> int:
         """The number of a rank among all processes of the job, for error messages."""
         return rank
+
+    def part(self, ranks: Sequence[int]) -> Group:
+        """A new group of some ranks of this one, which call it with the same ascending ranks. The
+        other ranks need not run any more.
+        """
+        raise UnsupportedError(
+            f"{self!r} makes no groups of some of its ranks; make one, and a pipeline with it"
+        )
 
     # ---- all ranks ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
