@@ -41,6 +41,7 @@ from .group import (
     Work,
     in_order,
     required,
+    same_call,
 )
 from .journal import Journal
 from .reduce import Started, start_gather, start_reduce
@@ -218,7 +219,9 @@ class C10dGroup(Group):
             )
         pg = _twin(self.pg, ranks)
         set_timeout(pg, self.timeout)
-        return C10dGroup(pg, self._device, self.timeout, self.can)
+        group = C10dGroup(pg, self._device, self.timeout, self.can)
+        same_call(self._agreement.number, group)
+        return group
 
     def _check_rank(self, rank: int, verb: str) -> None:
         if rank != self.rank:

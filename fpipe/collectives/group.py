@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..errors import GroupError, UnsupportedError
+from ..errors import GroupError, MismatchError, UnsupportedError
 from ..tree import Spec
 
 #: Texts that ranks compare, by name; None is not compared.
@@ -291,6 +291,19 @@ def required(tensors: Tensors | None, src: int) -> Tensors:
             f"share needs the tensors of rank {src}, which is in this process; got None"
         )
     return tensors
+
+
+def same_call(number: int, group: Group) -> None:
+    """Raise MismatchError unless all ranks of a new group were in the same call of the old one: a
+    rank that is ahead may have changed its parameters already.
+    """
+    numbers = group.gather_objects(number)
+    if len(set(numbers)) > 1:
+        ahead = [group.global_rank(rank) for rank, n in enumerate(numbers) if n == max(numbers)]
+        raise MismatchError(
+            f"rank {', '.join(map(str, ahead))} had ended the call in which others failed, so the "
+            "ranks may have parameters of different steps; load a checkpoint"
+        )
 
 
 def as_group(option: str, value: object) -> Group:

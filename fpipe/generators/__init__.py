@@ -10,7 +10,7 @@ stages on each rank, which are its chunks; and F, B, I and W for the times of th
 keeps of one microbatch, from its F to its W or B.
 """
 
-from .catalogue import is_path, make_schedule, schedule_from, schedule_names
+from .catalogue import is_path, make_schedule, schedule_from, schedule_names, with_replicas
 from .registry import about_schedule, orders_slices, register_schedule
 from .sources import Source, read_schedule
 
@@ -24,4 +24,5 @@ __all__ = [
     "register_schedule",
     "schedule_from",
     "schedule_names",
+    "with_replicas",
 ]

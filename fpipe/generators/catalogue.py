@@ -171,6 +171,18 @@ def make_schedule(
         return entry.make(ranks, microbatches, count).sliced(slices)
 
 
+def with_replicas(
+    name: str,
+    groups: Sequence[Sequence[int]],
+    copies: Sequence[int],
+    microbatches: int,
+    times: Sequence[float],
+) -> Schedule:
+    """See ``replicas.replicated``."""
+    make = import_module(f"{__package__}.replicas").replicated
+    return make(name, groups, copies, microbatches, times)
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 

@@ -34,6 +34,7 @@ from ..collectives.group import (
     Tensors,
     Work,
     required,
+    same_call,
 )
 from ..collectives.local import check_channel
 from ..collectives.reduce import reduced
@@ -100,6 +101,7 @@ class Network:
     announced: defaultdict[int, _Announced] = field(default_factory=lambda: defaultdict(dict))
     #: Of groups of some of its ranks, by these and their number.
     parts: dict[tuple[tuple[int, ...], int], Network] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)  # ranks that went on in such a group
 
     def unused(self) -> str:
         """What a test with a fault that never occurred should know; "" if all occurred."""
@@ -151,7 +153,10 @@ class FakeGroup(Group):
         key = members, next(self._parts)
         network = Network(self._world, (), self.strict)
         network = self._network.parts.setdefault(key, network)
-        return FakeGroup(network, list(ranks).index(self.rank), members)
+        self._network.left.add(self.rank)
+        group = FakeGroup(network, list(ranks).index(self.rank), members)
+        same_call(self._call, group)
+        return group
 
     def global_rank(self, rank: int) -> int:
         """The number of a rank in the world."""
@@ -183,7 +188,11 @@ class FakeGroup(Group):
         """Pause until ready; raises if the peer is gone or the time-out has passed."""
         world = self._world
         me, other = self._members[self.rank], self._members[peer]
-        in_time = world.pause(me, lambda: self._differs() or ready() or world.gone(other), what)
+
+        def gone() -> bool:
+            return world.gone(other) or peer in self._network.left
+
+        in_time = world.pause(me, lambda: self._differs() or ready() or gone(), what)
         if self._differs():
             raise self._disagreement()
         if ready():

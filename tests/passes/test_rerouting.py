@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from itertools import combinations
 from typing import Any
 
-import optree
 import pytest
 import torch
+import torch.distributed as dist
 
 import fpipe
 from common import layer, same, squared
 from fpipe import Schedule, make_schedule, testing
 from fpipe.actions.action import plain
-from fpipe.errors import FpipeError, PeerError, StageError
+from fpipe.errors import FpipeError, StageError
 from fpipe.passes.rerouting import without
 
 NAMES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P")
@@ -113,74 +112,86 @@ def test_any_number_of_microbatches() -> None:
         assert same(got, of_one_process(2, microbatches))
 
 
-@pytest.mark.parametrize("order", ["buffered", "lockstep"])
-def test_a_fake_rank_is_killed(order: Any) -> None:
-    """The others run the step again without it, with the parameters that they hold, and train
-    on."""
-    want = of_one_process(2, 6)
-
-    def work(group: Any) -> Any:
-        params, x = arguments(2, 6)
-        schedule = make_schedule("1F1B", 4, 6, replicas=(3, 1))
-        pipe = fpipe.pipeline([layer] * 2, schedule, group=group, **LOSS)
-        placed = pipe.place(params)
-        try:
-            fpipe.value_and_grad(pipe)(placed, x, x)
-        except PeerError:
-            pipe = pipe.rerouted(without=[2])
-        return fpipe.value_and_grad(pipe)(placed, x, x), pipe.here
-
-    for number in (5, 9, 14):
-        ends = testing.outcomes(work, 4, order=order, faults=[testing.Kill(2, number)])
-        assert [end.error is None for end in ends] == [True, True, False, True]
-        for end in ends[:2] + ends[3:]:
-            (value, grads), here = end.result
-            assert torch.equal(value, want[0])
-            (stage,) = here
-            assert torch.equal(grads[stage], want[1][stage])
-
-
-def dies(path: str, over: str) -> Any:
-    """Four steps; rank 2 ends within the second one."""
-    group = fpipe.init(timeout=20)
+def steps(group: Any, stages: Any, count: int) -> tuple[list[float], Any, Any]:
+    """Steps of gradient descent; where one fails, the others go on without rank 2."""
     params, x = arguments(2, 6)
     schedule = make_schedule("1F1B", 4, 6, replicas=(3, 1))
-    step_number = [0]
-
-    def first(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return layer(p, y)
-
-    def gone(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if step_number[0] == 1 and group.rank == 2:
-            os._exit(9)
-        return layer(p, y)
-
-    stages = [fpipe.Stage(gone, engine="eager"), first]
     pipe = fpipe.pipeline(stages, schedule, group=group, **LOSS)
     placed = pipe.place(params)
     values = []
-    for number in range(4):
-        step_number[0] = number
+    for _ in range(count):
         try:
             value, grads = fpipe.value_and_grad(pipe)(placed, x, x)
         except FpipeError:
             pipe = pipe.rerouted(without=[2])
             value, grads = fpipe.value_and_grad(pipe)(placed, x, x)
         values.append(float(value))
-        placed = optree.tree_map(
-            lambda p, g: p - 0.1 * g, placed, grads, none_is_leaf=False, namespace="fpipe"
-        )
-    return values, placed
+        placed = [None if g is None else p - 0.1 * g for p, g in zip(placed, grads, strict=True)]
+    return values, placed, pipe.here
 
 
-def trained(steps: int) -> tuple[list[float], list[torch.Tensor]]:
+def trained(count: int) -> tuple[list[float], list[torch.Tensor]]:
+    """The same steps in one process, with plain autograd."""
     params, _ = arguments(2, 6)
     values = []
-    for _ in range(steps):
+    for _ in range(count):
         value, grads = of_one_process(2, 6, params)
         values.append(float(value))
         params = [p - 0.1 * g for p, g in zip(params, grads, strict=True)]
     return values, params
+
+
+@pytest.mark.parametrize("order", ["buffered", "lockstep"])
+def test_a_fake_rank_is_killed(order: Any) -> None:
+    """Anywhere in three steps: the others train on with the bits of one process, or all of them
+    learn that one of them is a step ahead."""
+    values, params = trained(3)
+    went_on = 0
+    for number in range(4, 60, 5):
+        ends = testing.outcomes(
+            lambda group: steps(group, [layer] * 2, 3),
+            4,
+            order=order,
+            seed=number,
+            faults=[testing.Kill(2, number)],
+        )
+        rest = [end for end in ends if end.rank != 2]
+        if any(end.error for end in rest):
+            assert all("had ended the call in which others failed" in str(e.error) for e in rest)
+            continue
+        went_on += 1
+        for end in rest:
+            mine, placed, (stage,) = end.value
+            assert mine == values
+            assert torch.equal(placed[stage], params[stage])
+    assert went_on >= 8
+
+
+def leaves() -> Any:
+    """On four processes; rank 2 raises within the second step and ends."""
+    group = fpipe.init(timeout=60)
+    rank = dist.get_rank()
+    calls = [0]
+
+    def first(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 4 and rank == 2:
+            raise ArithmeticError("this rank ends")
+        return layer(p, x)
+
+    try:
+        return steps(group, [fpipe.Stage(first, engine="eager"), layer], 4)
+    except Exception:
+        return None
+
+
+def test_processes_go_on_without_one() -> None:
+    values, params = trained(4)
+    found = fpipe.launch(leaves, ranks=4, timeout=100)
+    assert found.pop(2) is None
+    for mine, placed, (stage,) in found:
+        assert mine == values
+        assert torch.equal(placed[stage], params[stage])
 
 
 # ---- mistakes ----
