@@ -10,8 +10,8 @@ stages on each rank, which are its chunks; and F, B, I and W for the times of th
 keeps of one microbatch, from its F to its W or B.
 """
 
-from .catalogue import is_path, make_schedule, schedule_from, schedule_names, with_replicas
-from .registry import about_schedule, orders_slices, register_schedule
+from .catalogue import is_path, make_schedule, schedule_from, schedule_names
+from .registry import about_schedule, orders_slices, register_schedule, with_replicas
 from .sources import Source, read_schedule
 
 __all__ = [

@@ -150,13 +150,11 @@ def make_schedule(
         names = (*schedule_names(), *ALIASES)
         raise unknown_name(name, {key(known): known for known in names})
     if replicas is not None:
-        copies = import_module(f"{__package__}.replicas")
-        counted = copies.checked(replicas, ranks, stages)
-        stages = len(counted)
-        if ranks > stages:
-            if 2 * stages * microbatches * slices > MOST_ACTIONS:
-                raise too_large(stages, microbatches, slices, MOST_ACTIONS)
-            return copies.make_replicated(entry.name, counted, microbatches).sliced(slices)
+        of_stages = import_module(f"{__package__}.replicas")
+        copies = of_stages.checked(replicas, ranks, stages)
+        stages = len(copies)
+        if stages < ranks:
+            return of_stages.make_replicated(entry.name, copies, microbatches, slices, MOST_ACTIONS)
     if callable(entry.generator):
         return make_registered(entry.name, entry.generator, ranks, microbatches, stages, slices)
     default = ranks * entry.per_rank
@@ -169,18 +167,6 @@ def make_schedule(
         if entry.orders_slices:
             return entry.make(ranks, microbatches, count, slices)
         return entry.make(ranks, microbatches, count).sliced(slices)
-
-
-def with_replicas(
-    name: str,
-    groups: Sequence[Sequence[int]],
-    copies: Sequence[int],
-    microbatches: int,
-    times: Sequence[float],
-) -> Schedule:
-    """See ``replicas.replicated``."""
-    make = import_module(f"{__package__}.replicas").replicated
-    return make(name, groups, copies, microbatches, times)
 
 
 def _is_count(value: object) -> bool:

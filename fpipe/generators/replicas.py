@@ -30,6 +30,7 @@ from ..actions.action import Action, Placement
 from ..actions.action_kinds import Op
 from ..errors import ScheduleError
 from ..schedule import Schedule
+from .refusals import too_large
 
 
 class Rule(NamedTuple):
@@ -57,10 +58,13 @@ RULES = {
 }
 
 
-def make_replicated(name: str, copies: Sequence[int], microbatches: int) -> Schedule:
-    """The schedule called ``name`` with ``copies[s]`` copies of stage s.
+def make_replicated(
+    name: str, copies: Sequence[int], microbatches: int, slices: int, most: int
+) -> Schedule:
+    """The schedule called ``name`` with ``copies[s]`` copies of stage s; ``most`` is the limit of
+    forwards and backwards.
 
-    >>> print(make_replicated("1F1B", (2, 1), 2))
+    >>> print(make_replicated("1F1B", (2, 1), 2, 1, 100))
     [0F0, 0B0]
     [0F1, 0B1]
     [1F0, 1B0, 1F1, 1B1]
@@ -70,8 +74,11 @@ def make_replicated(name: str, copies: Sequence[int], microbatches: int) -> Sche
             f"{name} has no form with replicas={tuple(copies)}; take one of {', '.join(RULES)}",
             rule="replicas",
         )
+    if 2 * len(copies) * microbatches * slices > most:
+        raise too_large(len(copies), microbatches, slices, most)
     groups = [(stage,) for stage in range(len(copies))]
-    return replicated(name, groups, copies, microbatches, [float(k) for k in copies])
+    times = [float(k) for k in copies]
+    return replicated(name, groups, copies, microbatches, times).sliced(slices)
 
 
 def checked(replicas: object, ranks: int, stages: int | None) -> tuple[int, ...]:
