@@ -222,3 +222,27 @@ def assert_copies(zero: int) -> None:
         assert torch.equal(value, (found[0][0] + found[1][0]) / 2)
         for stage in range(2):
             assert torch.equal(grads[stage], (found[0][1][stage] + found[1][1][stage]) / 2)
+
+
+def saved_and_streamed(group: Any, path: str) -> Any:
+    """Parameters of two stages, of which the first is on three ranks."""
+    schedule = make_schedule("1F1B", 4, 5, replicas=(3, 1))
+    pipe = fpipe.pipeline([torch.mul] * 2, schedule, loss=torch.sum, group=group)
+    params = pipe.place([torch.arange(3.0), torch.arange(4.0)])
+    fpipe.save(path, pipe, params=params)
+    streamed = {name: tensor.clone() for name, tensor in fpipe.stream(pipe, params)}
+    return fpipe.load(path, pipe, "params"), pipe.here, streamed
+
+
+def test_checkpoints_and_streams(tmp_path: Any) -> None:
+    """What replicas save is there once, each of them loads it, and a pipeline without replicas."""
+    path = str(tmp_path / "checkpoint")
+    for loaded, here, streamed in testing.run(lambda group: saved_and_streamed(group, path), 4):
+        loaded = loaded[0] if isinstance(loaded, tuple) else loaded
+        for stage in here:
+            assert torch.equal(loaded[stage], torch.arange(3.0 + stage))
+        assert sorted(len(tensor) for tensor in streamed.values()) == [3, 4]
+    plain = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, group=fpipe.local(2))
+    loaded = fpipe.load(path, plain, "params")
+    loaded = loaded[0] if isinstance(loaded, tuple) else loaded
+    assert [len(p) for p in loaded] == [3, 4]
