@@ -172,65 +172,68 @@ def listed(rule: Rule, lanes: Sequence[Lane], times: Sequence[float]) -> list[li
     >>> listed(Rule(1), [Lane(0, range(2), 1, 2), Lane(1, range(2), 1, 1)], [1, 1])
     [['F', 'F', 'B', 'B'], ['F', 'B', 'F', 'B']]
     """
-    copies = [_Copy(rule, lane, len(lanes), times) for lane in lanes]
+    copies = [_Copy.of(rule, lane, len(lanes), len(times) - 1) for lane in lanes]
+    done: list[dict[Op, int]] = [{"F": 0, "B": 0, "I": 0, "W": 0} for _ in lanes]
+    clocks = [0.0 for _ in lanes]
+    rows: list[list[Op]] = [[] for _ in lanes]
     ends: dict[tuple[int, Op, int], float] = {}  # by group, letter and microbatch
-    best = [copy.best(ends) for copy in copies]
+    best = [copy.best(done[rank], 0.0, ends) for rank, copy in enumerate(copies)]
     for _ in range(sum(len(lane.own) * (3 if rule.held else 2) for lane in lanes)):
         rank = min(range(len(lanes)), key=best.__getitem__)
-        copies[rank].run(best[rank], ends)
+        start, _, op = best[rank]
         group = lanes[rank].group
+        clocks[rank] = start + times[group] * (2 if op == "B" else 1)
+        ends[group, op, lanes[rank].own[done[rank][op]]] = clocks[rank]
+        done[rank][op] += 1
+        rows[rank].append(op)
         for other, lane in enumerate(lanes):
             if abs(lane.group - group) <= 1:
-                best[other] = copies[other].best(ends)
-    return [copy.row for copy in copies]
+                best[other] = copies[other].best(done[other], clocks[other], ends)
+    return rows
 
 
-class _Copy:
-    """The state of a rank in list scheduling."""
+class _Copy(NamedTuple):
+    """A rank and its limits in list scheduling."""
 
-    def __init__(self, rule: Rule, lane: Lane, ranks: int, times: Sequence[float]):
-        self.lane = lane
-        self.last = len(times) - 1
-        self.backward: Op = "I" if rule.held else "B"
-        self.length: dict[Op, float] = dict.fromkeys(("F", "I", "W"), times[lane.group])
-        self.length["B"] = 2 * times[lane.group]
-        self.flight = -(-rule.warm * lane.onward // lane.copies) - rule.less
-        self.held = -(-rule.held * ranks // lane.copies) - rule.less
-        self.drains = not rule.warm
-        self.row: list[Op] = []
-        self.done: dict[Op, int] = {"F": 0, "B": 0, "I": 0, "W": 0}
-        self.clock = 0.0
+    lane: Lane
+    last: int  # the last group
+    backward: Op
+    flight: int
+    held: int
+    drains: bool
 
-    def best(self, ends: dict[tuple[int, Op, int], float]) -> tuple[float, int, Op]:
+    @classmethod
+    def of(cls, rule: Rule, lane: Lane, ranks: int, last: int) -> _Copy:
+        """The limits of a rank under a rule."""
+        flight = -(-rule.warm * lane.onward // lane.copies) - rule.less
+        held = -(-rule.held * ranks // lane.copies) - rule.less
+        return cls(lane, last, "I" if rule.held else "B", flight, held, not rule.warm)
+
+    def best(
+        self, done: dict[Op, int], clock: float, ends: dict[tuple[int, Op, int], float]
+    ) -> tuple[float, int, Op]:
         """When the rank can run something, and what: of one time F, then the backward, then W."""
-        done, backward = self.done, self.backward
-        count = len(self.lane.own)
+        lane, backward = self.lane, self.backward
+
+        def start(op: Op, by: int) -> float:
+            """When the next one can start; infinity: what it needs has not run."""
+            source = lane.group + by
+            if not 0 <= source <= self.last:
+                return clock
+            return max(clock, ends.get((source, op, lane.own[done[op]]), inf))
+
         found: list[tuple[float, int, Op]] = [(inf, 3, "W")]
         ahead = done["F"] - done[backward]
         split = backward == "I"
         full = split and done["F"] - done["W"] >= self.held
-        if done["F"] < count and (self.drains or (ahead < self.flight and not full)):
-            found.append((self._start("F", -1, ends), 0, "F"))
-        if ahead and (not self.drains or done["F"] == count):
-            found.append((self._start(backward, 1, ends), 1, backward))
+        more = done["F"] < len(lane.own)
+        if more and (self.drains or (ahead < self.flight and not full)):
+            found.append((start("F", -1), 0, "F"))
+        if ahead and not (self.drains and more):
+            found.append((start(backward, 1), 1, backward))
         if split and done["I"] > done["W"]:
-            found.append((self.clock, 2, "W"))
+            found.append((clock, 2, "W"))
         return min(found)
-
-    def _start(self, op: Op, by: int, ends: dict[tuple[int, Op, int], float]) -> float:
-        """When the next microbatch of an op can start; infinity: what it needs has not run."""
-        source = self.lane.group + by
-        if not 0 <= source <= self.last:
-            return self.clock
-        return max(self.clock, ends.get((source, op, self.lane.own[self.done[op]]), inf))
-
-    def run(self, best: tuple[float, int, Op], ends: dict[tuple[int, Op, int], float]) -> None:
-        """Run the next microbatch of an op."""
-        start, _, op = best
-        self.clock = start + self.length[op]
-        ends[self.lane.group, op, self.lane.own[self.done[op]]] = self.clock
-        self.done[op] += 1
-        self.row.append(op)
 
 
 __all__ = ["make_replicated", "replicated"]
