@@ -141,6 +141,11 @@ class Agreement:
             self._agreed, self._compared = False, self.exchange(number, digest)
         return number
 
+    @property
+    def number(self) -> int:
+        """The number of the last call that this rank announced; -1 before the first."""
+        return self._number
+
     def check(self) -> bool:
         """Whether every rank is known to run this call; raises if one is known to run another.
         Never blocks.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..devices import kind
 from ..errors import GroupError
-from ._store import backends as backends_of
+from ._store import backends as backends_of, set_timeout
 from .agreement import Agreement, Reduced
 from .bounded import of_group, within
 from .capabilities import Capabilities, reduction, sending
@@ -41,6 +41,7 @@ from .group import (
     Work,
     in_order,
     required,
+    same_call,
 )
 from .journal import Journal
 from .reduce import Started, start_gather, start_reduce
@@ -209,6 +210,18 @@ class C10dGroup(Group):
                 sent[0].wait()
         if self._memory is not None:
             self._memory.flush()
+
+    def part(self, ranks: Sequence[int]) -> C10dGroup:
+        """A new process group of some of its ranks, made by these alone; none other need run."""
+        if self.rank not in ranks:
+            raise GroupError(
+                f"rank {self.rank} is not one of the ranks {list(ranks)}; only they make a group"
+            )
+        pg = _twin(self.pg, ranks)
+        set_timeout(pg, self.timeout)
+        group = C10dGroup(pg, self._device, self.timeout, self.can)
+        same_call(self._agreement.number, group)
+        return group
 
     def _check_rank(self, rank: int, verb: str) -> None:
         if rank != self.rank:
@@ -399,9 +412,11 @@ def _capabilities(
     return Capabilities.of(device.type, backends[device.type]), cpu
 
 
-def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second process group of the same ranks and backends."""
+def _twin(pg: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A second process group of the same ranks, or of some of them, and the same backends."""
     ranks = dist.get_process_group_ranks(pg)
+    if members is not None:
+        ranks = [ranks[member] for member in members]
     config = dist.get_backend_config(pg)
     twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
     assert isinstance(twin, dist.ProcessGroup)

@@ -9,13 +9,13 @@ carry no tags. This module must not know backends, processes or plans.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..errors import GroupError
+from ..errors import GroupError, MismatchError, UnsupportedError
 from ..tree import Spec
 
 #: Texts that ranks compare, by name; None is not compared.
@@ -214,6 +214,14 @@ class Group(Protocol):
         """The number of a rank among all processes of the job, for error messages."""
         return rank
 
+    def part(self, ranks: Sequence[int]) -> Group:
+        """A new group of some ranks of this one, which call it with the same ascending ranks. The
+        other ranks need not run any more.
+        """
+        raise UnsupportedError(
+            f"{self!r} makes no groups of some of its ranks; make one, and a pipeline with it"
+        )
+
     # ---- all ranks ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Broadcast the tensors of rank ``src`` to every process; the others pass None."""
@@ -283,6 +291,19 @@ def required(tensors: Tensors | None, src: int) -> Tensors:
             f"share needs the tensors of rank {src}, which is in this process; got None"
         )
     return tensors
+
+
+def same_call(number: int, group: Group) -> None:
+    """Raise MismatchError unless all ranks of a new group were in the same call of the old one: a
+    rank that is ahead may have changed its parameters already.
+    """
+    numbers = group.gather_objects(number)
+    if len(set(numbers)) > 1:
+        ahead = [group.global_rank(rank) for rank, n in enumerate(numbers) if n == max(numbers)]
+        raise MismatchError(
+            f"rank {', '.join(map(str, ahead))} had ended the call in which others failed, so the "
+            "ranks may have parameters of different steps; load a checkpoint"
+        )
 
 
 def as_group(option: str, value: object) -> Group:

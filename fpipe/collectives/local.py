@@ -131,6 +131,10 @@ class LocalGroup(Group):
 
     tp = dp
 
+    def part(self, ranks: Sequence[int]) -> LocalGroup:
+        """A new group of some of its ranks."""
+        return LocalGroup(tuple(self._devices[rank] for rank in ranks))
+
     def device(self, rank: int) -> torch.device:
         """The device on which a rank computes."""
         return self._devices[rank]

@@ -224,6 +224,34 @@ class PipelineBase(Generic[Y, R]):
             replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed)
         )
 
+    def rerouted(self, without: Sequence[int]) -> Self:
+        """The same pipeline without some ranks, where their stages have copies on other ranks; this
+        one is unchanged.
+
+        The other copies of a stage get the microbatches of the lost ones. The ranks that remain
+        keep their stages and parameters, and are numbered from 0 again. All of them call this, and
+        the lost ranks do not: where a process ended, the others go on in a process group of their
+        own, and a step that failed runs again with the parameters in memory.
+
+        Args:
+            without: the ranks that are lost.
+
+        Returns:
+            A pipeline on the other ranks that takes the same placed parameters. Its gradients are
+            added in the order of microbatches where those of this one are.
+
+        Raises:
+            StageError: if a stage has no copy on another rank, or the pipeline has ``dp=``.
+            UnsupportedError: if the group cannot make a group of some of its ranks.
+
+        >>> from fpipe import local, make_schedule, pipeline
+        >>> schedule = make_schedule("1F1B", 4, 12, replicas=(3, 1))
+        >>> pipe = pipeline([torch.mul] * 2, schedule, group=local(4))
+        >>> pipe.rerouted(without=[2]).placement
+        Placement(0: [0], 1: [0], 2: [1])
+        """
+        return feature("rerouting").rerouted(self, without)
+
     def train(self, training: bool = True) -> Self:
         """The same pipeline with its modules in training, whatever mode they were cut in; this one
         is unchanged.

@@ -8,7 +8,7 @@ A new schedule is one function and one row in ``TABLE``. A user registers one wi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from os import PathLike
 from typing import NamedTuple
@@ -99,7 +99,13 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def make_schedule(
-    name: str, ranks: int, microbatches: int, stages: int | None = None, *, slices: int = 1
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages: int | None = None,
+    *,
+    slices: int = 1,
+    replicas: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule called ``name`` for these counts.
 
@@ -112,6 +118,10 @@ def make_schedule(
         slices: into how many slices the sequence of each microbatch is cut. "Seq1F1B" and "SeqZBH1"
             order slices as others order microbatches. In any other schedule, each action becomes
             one action for each slice (see ``Schedule.sliced``).
+        replicas: on how many ranks each stage is, for schedules of one stage a rank: ``(3, 1)`` is
+            stage 0 on ranks 0 to 2 and stage 1 on rank 3. Microbatch m runs on copy ``m % k`` of a
+            stage with k copies. Rows assume that a stage with k copies takes k times as long as one
+            with one. Gradients are added in the order of microbatches.
 
     Returns:
         A ``Schedule``.
@@ -126,6 +136,10 @@ def make_schedule(
     Placement(0: [0, 4, 8], 1: [1, 5, 9], 2: [2, 6, 10], 3: [3, 7, 11])
     >>> print(make_schedule("Seq1F1B", ranks=1, microbatches=1, slices=2))
     [0F0.0, 0F0.1, 0B0.1, 0B0.0]
+    >>> print(make_schedule("1F1B", ranks=3, microbatches=4, replicas=(2, 1)))
+    [0F0, 0F2, 0B0, 0B2]
+    [0F1, 0F3, 0B1, 0B3]
+    [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
     """
     counts = {"ranks": ranks, "microbatches": microbatches, "slices": slices, "stages": stages}
     for what, count in counts.items():
@@ -135,6 +149,12 @@ def make_schedule(
     if entry is None:
         names = (*schedule_names(), *ALIASES)
         raise unknown_name(name, {key(known): known for known in names})
+    if replicas is not None:
+        of_stages = import_module(f"{__package__}.replicas")
+        copies = of_stages.checked(replicas, ranks, stages)
+        stages = len(copies)
+        if stages < ranks:
+            return of_stages.make_replicated(entry.name, copies, microbatches, slices, MOST_ACTIONS)
     if callable(entry.generator):
         return make_registered(entry.name, entry.generator, ranks, microbatches, stages, slices)
     default = ranks * entry.per_rank

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TypeVar, overload
 
 from ..schedule import Schedule
@@ -13,6 +14,18 @@ from .catalogue import ENTRIES, Entry, key
 from .refusals import refuse_name
 
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
+
+
+def with_replicas(
+    name: str,
+    groups: Sequence[Sequence[int]],
+    copies: Sequence[int],
+    microbatches: int,
+    times: Sequence[float],
+) -> Schedule:
+    """See ``replicas.replicated``."""
+    make = import_module(f"{__package__}.replicas").replicated
+    return make(name, groups, copies, microbatches, times)
 
 
 def about_schedule(name: str) -> str:

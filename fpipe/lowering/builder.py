@@ -277,7 +277,7 @@ class Builder:
             self.fetch(input_gradients_of(kind, mb))
         for feature in self.features:
             feature.after(action)
-        if op in "BW":
+        if op in "BW" and not any(feature.add(action) for feature in self.features):
             self._add(action, programs, op)
 
     def fetch(self, keys: Iterable[Key]) -> None:

@@ -50,6 +50,10 @@ class Feature:
     def after(self, action: Action) -> None:
         """Called once the programs of an action have run."""
 
+    def add(self, action: Action) -> bool:
+        """Add the gradients of an action in place of the builder; False: the builder adds them."""
+        return False
+
     def finish(self) -> None:
         """Called at the end of the row."""
 

@@ -28,11 +28,12 @@ Leaf = tuple[int, int]
 @dataclass(frozen=True)
 class Sums(Feature):
     """``tied`` groups leaves that are one parameter; ``specs`` describes the gradients that are
-    sent, of replicated stages and ties.
+    sent, of replicated stages and ties. Of the leaves ``whole`` each rank of the stage has the sum.
     """
 
     tied: tuple[tuple[Leaf, ...], ...] = ()
     specs: Mapping[Leaf, Spec] = field(default_factory=dict)
+    whole: frozenset[Leaf] = frozenset()
 
     def start(self, builder: Builder) -> Feature:
         return _OnRank(self, builder)
@@ -49,7 +50,7 @@ class _OnRank(Feature):
         replicated = [
             (leaf,)
             for leaf in sorted(self.sums.specs, key=lambda leaf: leaf[0])
-            if leaf not in tied and len(ranks_of(leaf[0])) > 1
+            if leaf not in tied | self.sums.whole and len(ranks_of(leaf[0])) > 1
         ]
         for number, group in enumerate([*replicated, *self.sums.tied]):
             self._emit(number, group)
@@ -60,8 +61,17 @@ class _OnRank(Feature):
         rank = self.builder.rank
         out = builder.out
         ranks_of = builder.job.schedule.placement.ranks_of
-        places = [(leaf, home) for leaf in group for home in ranks_of(leaf[0])]
-        local = [leaf for leaf, home in places if home == rank]
+        whole = self.sums.whole
+        places = [
+            (leaf, home)
+            for leaf in group
+            for home in ranks_of(leaf[0])[: 1 if leaf in whole else None]
+        ]
+
+        def has(peer, leaf, home):
+            return peer == home or (leaf in whole and peer in ranks_of(leaf[0]))
+
+        local = [leaf for leaf in group if rank in ranks_of(leaf[0])]
         if not local:
             return
         for leaf in local:
@@ -69,22 +79,23 @@ class _OnRank(Feature):
                 out.append(Instruction(Zero(specs[leaf]), writes=(grad(*leaf),)))
                 builder.accumulated.add(grad(*leaf))
         parts: list[Key] = [
-            grad(*leaf) if home == rank else (PartialGrad(*leaf, home, number), None)
+            grad(*leaf) if has(rank, leaf, home) else (PartialGrad(*leaf, home, number), None)
             for leaf, home in places
         ]
-        peers = sorted({home for _, home in places} - {rank})
+        peers = sorted({home for leaf in group for home in ranks_of(leaf[0])} - {rank})
         waits = []
         for peer in peers:
             for (leaf, home), part in zip(places, parts, strict=True):
-                if home == peer:
+                if home == peer and not has(rank, leaf, home):
                     wait = Wait(peer, -1 - len(out) - len(waits), (specs[leaf],))
                     waits.append(Instruction(wait, writes=(part,)))
         for ins in waits:
             wait = ins.op
             out.append(Instruction(Recv(wait.peer, wait.number, wait.specs)))
         for peer in peers:
-            for leaf in local:
-                out.append(Instruction(Send(peer, (specs[leaf],)), reads=(grad(*leaf),)))
+            for leaf, home in places:
+                if home == rank and not has(peer, leaf, home):
+                    out.append(Instruction(Send(peer, (specs[leaf],)), reads=(grad(*leaf),)))
         out += waits
         total: Key = (GradSum(number), None)
         out.append(Instruction(Sum(), reads=tuple(parts), writes=(total,)))

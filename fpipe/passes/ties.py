@@ -22,6 +22,7 @@ from ..lowering.builder import sum_of
 from ..lowering.value_graph import Interface, spec_of
 from ..stage import Stage, patterns
 from ..tree import Aval
+from .ordered import OrderedSums, by_order, steps_of
 from .sums import Leaf, Sums
 
 
@@ -126,6 +127,11 @@ def sums_of(config: Config, request: Request, interfaces: Sequence[Interface]) -
             )
         for leaf in local.values():
             specs |= dict.fromkeys(group, spec(leaf))
+    ordered = by_order(request.schedule.placement)
+    if ordered and request.mode != "forward":
+        whole = frozenset(leaf for leaf in specs if leaf[0] in ordered)
+        chains = steps_of(request.schedule, ordered, late=config.group.strict)
+        return OrderedSums(groups, specs, whole, chains)
     return Sums(groups, specs)
 
 

@@ -34,6 +34,7 @@ from ..collectives.group import (
     Tensors,
     Work,
     required,
+    same_call,
 )
 from ..collectives.local import check_channel
 from ..collectives.reduce import reduced
@@ -98,6 +99,9 @@ class Network:
     )
     calls: defaultdict[tuple[int, int], _Call] = field(default_factory=lambda: defaultdict(dict))
     announced: defaultdict[int, _Announced] = field(default_factory=lambda: defaultdict(dict))
+    #: Of groups of some of its ranks, by these and their number.
+    parts: dict[tuple[tuple[int, ...], int], Network] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)  # ranks that went on in such a group
 
     def unused(self) -> str:
         """What a test with a fault that never occurred should know; "" if all occurred."""
@@ -117,10 +121,12 @@ class Network:
 class FakeGroup(Group):
     """The group of one fake rank; see :func:`fpipe.testing.run`."""
 
-    def __init__(self, network: Network, rank: int):
+    def __init__(self, network: Network, rank: int, members: Sequence[int] | None = None):
         self._network = network
         self._world = network.world
-        self.size = len(network.world.ranks)
+        #: The ranks of the group, by their numbers in the world.
+        self._members = tuple(range(len(network.world.ranks)) if members is None else members)
+        self.size = len(self._members)
         self.rank = rank
         self.here = (rank,)
         self.timeout = network.world.timeout
@@ -132,6 +138,7 @@ class FakeGroup(Group):
         self._call = -1  # the last one
         self._refused = False  # whether a rank refused it
         self._epoch = -1  # the last call that a rank refused
+        self._parts = count()
 
     def __repr__(self) -> str:
         return f"fake rank {self.rank} of {self.size}"
@@ -140,16 +147,32 @@ class FakeGroup(Group):
         """The CPU."""
         return _CPU
 
+    def part(self, ranks: Sequence[int]) -> FakeGroup:
+        """A group of some of its ranks, whose messages and calls meet no others; without faults."""
+        members = tuple(self._members[rank] for rank in ranks)
+        key = members, next(self._parts)
+        network = Network(self._world, (), self.strict)
+        network = self._network.parts.setdefault(key, network)
+        self._network.left.add(self.rank)
+        group = FakeGroup(network, list(ranks).index(self.rank), members)
+        same_call(self._call, group)
+        return group
+
+    def global_rank(self, rank: int) -> int:
+        """The number of a rank in the world."""
+        return self._members[rank]
+
     def _enter(self, name: str) -> None:
         """Start of every call: applies Kill and Refuse, and lets another rank run first."""
-        state = self._world.ranks[self.rank]
+        me = self._members[self.rank]
+        state = self._world.ranks[me]
         number = state.calls
         state.calls += 1
-        if self._occurring(Kill, self.rank, number):
-            raise Killed(f"rank {self.rank} was killed before call {number}")
+        if self._occurring(Kill, me, number):
+            raise Killed(f"rank {me} was killed before call {number}")
         if self._occurring(Refuse, name, self.rank) or self._occurring(Refuse, name, None):
             raise UnsupportedError(f"{name} is refused on rank {self.rank} by a Refuse fault")
-        self._world.pause(self.rank, lambda: True, f"for its turn to {name}")
+        self._world.pause(me, lambda: True, f"for its turn to {name}")
 
     def _occurring(self, kind: type[F], *where: object) -> list[F]:
         """The faults of a kind whose first fields are these; they occur now."""
@@ -164,20 +187,23 @@ class FakeGroup(Group):
     def _until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Pause until ready; raises if the peer is gone or the time-out has passed."""
         world = self._world
-        in_time = world.pause(
-            self.rank, lambda: self._differs() or ready() or world.gone(peer), what
-        )
+        me, other = self._members[self.rank], self._members[peer]
+
+        def gone() -> bool:
+            return world.gone(other) or peer in self._network.left
+
+        in_time = world.pause(me, lambda: self._differs() or ready() or gone(), what)
         if self._differs():
             raise self._disagreement()
         if ready():
             return
-        waited = f"rank {self.rank}{at(world.ranks[self.rank].note)} waited {what}"
+        waited = f"rank {self.rank}{at(world.ranks[me].note)} waited {what}"
         if not in_time:
             raise StalledError(
-                f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. Look "
+                f"{waited}, longer than timeout={self.timeout:g}. {world.describe(other)}. Look "
                 "there first; raise timeout= if a step may take that long"
             )
-        raise PeerError(f"{waited}, and rank {peer} is gone. {world.describe(peer)}")
+        raise PeerError(f"{waited}, and rank {peer} is gone. {world.describe(other)}")
 
     def _meet(self, present: Container[int], what: str) -> None:
         """Pause until all ranks are present."""
@@ -296,7 +322,7 @@ class FakeGroup(Group):
 
         def ready() -> bool:
             # a loop that polls must let the others run
-            world.pause(dst, lambda: True, "for its turn to look")
+            world.pause(self._members[dst], lambda: True, "for its turn to look")
             return arrived()
 
         def finish() -> Tensors:
@@ -392,11 +418,11 @@ class FakeGroup(Group):
     # ---- faults ----
     def notes(self, rank: int) -> Callable[[str], object]:
         """Recorded for errors of the others."""
-        return partial(setattr, self._world.ranks[rank], "note")
+        return partial(setattr, self._world.ranks[self._members[rank]], "note")
 
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank."""
-        return self._world.ranks[rank].note
+        return self._world.ranks[self._members[rank]].note
 
 
 def _release(message: _Message, src: int, dst: int) -> None:

@@ -49,22 +49,27 @@ class Automatic:
 
     memory: float | None
     costs: Costs | None
+    replicate: bool = False
 
     def bound_to(self, group: Group, stages: int, microbatches: int | None) -> Auto:
         """What chooses the schedule of a pipeline."""
-        bound = Auto(group, stages, self.memory, self.costs)
+        bound = Auto(group, stages, self.memory, self.costs, self.replicate)
         if self.costs is not None:
             bound(group.size, microbatches or 2 * group.size)
         return bound
 
 
-def auto(memory: float | str | None = None, costs: Costs | None = None) -> Automatic:
+def auto(
+    memory: float | str | None = None, costs: Costs | None = None, *, replicate: bool = False
+) -> Automatic:
     """A schedule that is chosen for its costs and its memory: a value for
     ``fpipe.pipeline(schedule=)``, where ``"auto"`` is the same without limits.
 
     Args:
         memory: what a rank may use: bytes, or text such as ``"60GB"``.
         costs: as from ``fpipe.measure_costs``. None: estimates in the first call.
+        replicate: whether stages may be on several ranks, each of which holds their parameters. It
+            needs ``costs``, since parameters are placed before the first call.
 
     Returns:
         A value for ``fpipe.pipeline(schedule=)``; ``pipe.why`` says what was chosen and why.
@@ -80,7 +85,12 @@ def auto(memory: float | str | None = None, costs: Costs | None = None) -> Autom
         raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
     if costs is not None:
         as_costs(costs)
-    return Automatic(None if memory is None else in_bytes(memory), costs)
+    elif replicate:
+        raise StageError(
+            "auto(replicate=True) places stages by their costs before the first call; give costs=, "
+            "as from fpipe.measure_costs"
+        )
+    return Automatic(None if memory is None else in_bytes(memory), costs, replicate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +106,7 @@ class Auto:
     stages: int
     memory: float | None
     costs: Costs | None = None
+    replicate: bool = False
     chosen: dict[int, tuple[Schedule, str]] = field(default_factory=dict)
 
     def __call__(self, ranks: int, microbatches: int) -> Schedule:
@@ -143,7 +154,14 @@ class Auto:
         ranks = self.group.size
         stages = self.stages
         return choose(
-            costs, ranks, microbatches, stages, limit, placement=placement, time_limit=SECONDS
+            costs,
+            ranks,
+            microbatches,
+            stages,
+            limit,
+            placement=placement,
+            time_limit=SECONDS,
+            replicate=self.replicate,
         )
 
     def estimated(

@@ -15,7 +15,7 @@ from ...errors import ScheduleError
 from .bounds import Bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST
-from .solve import Solved, solve
+from .solve import Kind, Solved, solve
 
 #: Forwards up to which all named schedules are simulated.
 MOST = 20_000
@@ -69,25 +69,40 @@ def choose(
     *,
     placement: Placement | None = None,
     time_limit: float = 2.0,
+    replicate: bool = False,
 ) -> Choice:
     """The solver's schedule beside all named ones for these counts; ``placement`` leaves out those
-    that differ from it.
+    that differ from it. With ``replicate`` stages may be on several ranks; later calls keep the
+    number of ranks of each stage.
 
     >>> print(choose(Costs(), 3, 9, 6, memory=6).best.name)
     ZBVZeroBubble
     """
     limit = limits(memory, ranks)
-    solved = solve(
-        costs,
-        ranks,
-        microbatches,
-        placement or "any",
-        stages=stages,
-        memory=memory,
-        time_limit=time_limit,
-        progress=False,
-    )
-    schedules = [*_named(solved, placement), ("Solved", solved)]
+    schedules: list[tuple[str, Schedule]] = []
+    bounds: list[Bound] = []
+    for kind in _kinds(placement, ranks, stages, replicate):
+        try:
+            solved = solve(
+                costs,
+                ranks,
+                microbatches,
+                kind,
+                stages=stages,
+                memory=memory,
+                time_limit=time_limit,
+                progress=False,
+            )
+        except ScheduleError:
+            if not replicate or (kind == "replicated" and not schedules):
+                raise
+            continue
+        bounds.append(solved.bound)
+        if kind == "replicated":
+            if placement is None or repr(placement) == repr(solved.placement):
+                schedules.append(("Replicated", solved))
+        else:
+            schedules += [*_named(solved, placement), ("Solved", solved)]
     ranked = sorted(
         (_candidate(name, schedule, costs, limit) for name, schedule in schedules),
         key=lambda each: (
@@ -97,8 +112,20 @@ def choose(
             each.name == "Solved",
         ),
     )
-    bound = Bound(min(ranked[0].span, solved.bound), solved.bound.reason)
+    bound = min(bounds)
+    bound = Bound(min(ranked[0].span, bound), bound.reason)
     return Choice(tuple(ranked), bound, costs.unit)
+
+
+def _kinds(
+    placement: Placement | None, ranks: int, stages: int, replicate: bool
+) -> Iterator[Kind | Placement]:
+    """The placements that are solved."""
+    several = placement is not None and placement.replicated
+    if not several and not (replicate and stages % ranks):
+        yield placement or "any"
+    if several or (replicate and placement is None):
+        yield "replicated"
 
 
 def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:

@@ -68,11 +68,11 @@ def compare(
     with uncollected():
         for name in track(schedule_names() if names is None else names):
             if slices > 1 and orders_slices(name):
-                cut = {"slices": slices}
+                cut = slices
             else:
-                cut = {}
+                cut = 1
             try:
-                schedule = make_schedule(name, ranks, microbatches, stages, **cut).check()
+                schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
             else:

@@ -19,9 +19,10 @@ from ...errors import ScheduleError
 from .bounds import Bound, lower_bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST, Problem
+from .replicate import solve_replicated
 from .search import search
 
-Kind: TypeAlias = Literal["one", "loop", "V", "any"]
+Kind: TypeAlias = Literal["one", "loop", "V", "any", "replicated"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -89,7 +90,9 @@ def solve(
         microbatches: of a step.
         placement: "one" puts neighbouring stages on a rank, "loop" every ``ranks``-th, "V" goes
             down the ranks and up again, "any" tries all of these; or a Placement with one rank for
-            each stage.
+            each stage. "replicated" puts neighbouring stages on one or several ranks, each of which
+            runs its share of the microbatches, so that the busiest rank works least; the bound is
+            the work of that rank, the least of all such placements.
         stages: in all; by default as many as the costs have numbers for, else one a rank with
             "one", and two.
         memory: what a rank may hold in the bytes of ``costs.saved``: a number, "60GB", or one of
@@ -110,10 +113,16 @@ def solve(
     >>> s = solve(Costs(), ranks=2, microbatches=6, placement="one", memory=3)
     >>> s.timeline.span, s.bound, s.gap
     (18.0, Bound(18, 'rank 0: its work'), 0.0)
+    >>> solve(Costs(F=[3, 1], I=[3, 1], W=[3, 1]), 4, 12, "replicated").placement
+    Placement(0: [0], 1: [0], 2: [0], 3: [1])
     """
     costs = as_costs(costs)
     if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
         raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
+    if placement == "replicated":
+        check_counts(ranks, microbatches)
+        s, bound = solve_replicated(costs, ranks, microbatches, stages, memory)
+        return Solved(s.rows, s.placement, s.microbatches, s.name, costs, bound)
     paths = _paths(costs, ranks, microbatches, placement, stages)
     limit = limits(memory, ranks)
     problems = [Problem.of(costs, path, ranks, microbatches, limit) for path in paths]
@@ -164,13 +173,18 @@ def _best(
     return best[1]
 
 
+def check_counts(ranks: int, microbatches: int) -> None:
+    """Raise ScheduleError unless both are counts."""
+    for what, number in (("ranks", ranks), ("microbatches", microbatches)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
+
+
 def _paths(
     costs: Costs, ranks: int, microbatches: int, placement: Kind | Placement, stages: int | None
 ) -> list[tuple[int, ...]]:
     """For each placement that is tried, the ranks of its stages."""
-    for what, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
+    check_counts(ranks, microbatches)
     if isinstance(placement, Placement):
         if placement.ranks != ranks:
             raise ScheduleError(
@@ -198,6 +212,6 @@ def _paths(
     if placement == "any":
         return list(dict.fromkeys(paths.values()))
     if placement not in paths:
-        remedy = "give 'one', 'loop', 'V', 'any' or a Placement"
+        remedy = "give 'one', 'loop', 'V', 'any', 'replicated' or a Placement"
         raise ScheduleError(f"placement={placement!r}; {remedy}", rule="placement")
     return [paths[placement]]

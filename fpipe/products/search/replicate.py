@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The partition problem of PipeDream: which neighbouring stages share ranks, and on how many ranks
+they are, so that the busiest rank works least.
+
+Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018
+(arXiv:1806.03377). Stages i to j on k ranks take ceil(m / k) times their work for one microbatch on
+one of them. The least bound that the ranks suffice for is found by bisection among all such
+numbers; for one bound, dynamic programming over stages and ranks finds whether the ranks suffice,
+and of all partitions within it one with few copies of parameters. Both are exact. Messages, also
+those of gradients, cost nothing here; the schedule is simulated with the messages of activations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+from ... import Costs, Schedule
+from ...errors import ScheduleError
+from ...generators import with_replicas
+from .bounds import Bound
+from .memory_limit import Memory, limits
+from .problem import ALMOST
+
+#: The schedules that are tried.
+NAMES = ("1F1B", "ZB1P", "Eager1F1B", "ZB2P")
+
+
+class Partition(NamedTuple):
+    """Groups of neighbouring stages, and the ranks of each; ``load`` is the work of the busiest
+    rank.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    copies: tuple[int, ...]
+    load: float
+
+
+def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition:
+    """The partition whose busiest rank works least; of those the one whose ranks hold the fewest
+    stages before ranks that are left are given away. ``work`` is that of each stage for one
+    microbatch.
+
+    >>> partition([3.0, 1.0], ranks=4, microbatches=12)
+    Partition(groups=((0,), (1,)), copies=(3, 1), load=12.0)
+    """
+    count = len(work)
+    if ranks > microbatches:
+        raise ScheduleError(
+            f"{ranks} ranks for {microbatches} microbatches: copies of a stage need a microbatch "
+            f"each; give microbatches={ranks} or more, or fewer ranks",
+            rule="ranks",
+        )
+    sums = [0.0, *accumulate(work)]
+    shares = {ceil(microbatches / k) for k in range(1, ranks + 1)}
+    loads = sorted(
+        {
+            share * (sums[j] - sums[i])
+            for i in range(count)
+            for j in range(i + 1, count + 1)
+            for share in shares
+        }
+    )
+
+    def enough(load: float) -> bool:
+        return bool(_groups(sums, ranks, microbatches, load * ALMOST))
+
+    load = loads[bisect_left(loads, True, key=enough)]
+    found = _groups(sums, ranks, microbatches, load * ALMOST)
+    _, cuts = min(found.values())
+    copies = [_ranks(sums[j] - sums[i], microbatches, load * ALMOST) for i, j in cuts]
+    return _spread(list(cuts), copies, ranks, sums, microbatches)
+
+
+def _ranks(work: float, microbatches: int, load: float) -> int:
+    """The fewest ranks for this work within a load; many more than there are: none suffice."""
+    if work <= 0:
+        return 1
+    share = int(load / work)  # microbatches that a rank can take
+    return ceil(microbatches / share) if share else 1 << 62
+
+
+def _groups(
+    sums: Sequence[float], ranks: int, microbatches: int, load: float
+) -> dict[int, tuple[int, tuple[tuple[int, int], ...]]]:
+    """By number of ranks within a load, up to ``ranks``: the fewest stages that ranks hold, each
+    counted as often as it is held, and the groups from stage i to j.
+    """
+    best: list[dict[int, tuple[int, tuple[tuple[int, int], ...]]]] = [{0: (0, ())}]
+    for j in range(1, len(sums)):
+        here: dict[int, tuple[int, tuple[tuple[int, int], ...]]] = {}
+        for i, before in enumerate(best):
+            k = _ranks(sums[j] - sums[i], microbatches, load)
+            for used, (held, cuts) in before.items():
+                total = used + k
+                if total <= ranks:
+                    other = here.get(total)
+                    if other is None or held + (j - i) * k < other[0]:
+                        here[total] = held + (j - i) * k, (*cuts, (i, j))
+        best.append(here)
+    return best[-1]
+
+
+def _spread(
+    cuts: list[tuple[int, int]],
+    copies: list[int],
+    ranks: int,
+    sums: Sequence[float],
+    microbatches: int,
+) -> Partition:
+    """The partition with the ranks that are left: each goes to the group that works most."""
+
+    def load_of(group: int) -> float:
+        i, j = cuts[group]
+        return ceil(microbatches / copies[group]) * (sums[j] - sums[i])
+
+    groups = range(len(cuts))
+    for _ in range(ranks - sum(copies)):
+        copies[max(groups, key=load_of)] += 1
+    stages = tuple(tuple(range(i, j)) for i, j in cuts)
+    return Partition(stages, tuple(copies), max(map(load_of, groups)))
+
+
+def solve_replicated(
+    costs: Costs, ranks: int, microbatches: int, stages: int | None, memory: Memory
+) -> tuple[Schedule, Bound]:
+    """The named schedule of the least span on the best partition that fits the memory, and the load
+    of its busiest rank as a bound on the span of any partition.
+    """
+    count = stages or next(iter(costs.counts), ranks)
+    times = costs.times(count)
+    work = [f + min(b, i + w) for f, b, i, w in zip(*(times[op] for op in "FBIW"), strict=True)]
+    found = partition(work, ranks, microbatches)
+    passes = [sum(work[s] for s in group) / 3 for group in found.groups]
+    limit = limits(memory, ranks)
+    fitting: list[tuple[float, int, Schedule]] = []
+    for number, name in enumerate(NAMES):
+        schedule = with_replicas(name, found.groups, found.copies, microbatches, passes)
+        line = schedule.simulate(costs)
+        if all(held <= most * ALMOST for held, most in zip(line.peak_bytes, limit, strict=True)):
+            fitting.append((line.span, number, schedule))
+    if not fitting:
+        raise ScheduleError(
+            f"no schedule of {len(found.groups)} groups of stages on {found.copies} ranks fits "
+            f"memory={memory!r}; give more memory, more ranks or smaller microbatches",
+            rule="memory",
+        )
+    pairs = zip(found.groups, found.copies, strict=True)
+    parts = ", ".join(f"{g[0]} to {g[-1]} on {k}" for g, k in pairs)
+    reason = f"the busiest rank of the best partition: stages {parts} ranks"
+    return min(fitting)[2], Bound(found.load, reason)
