@@ -290,8 +290,8 @@ def chain(*transforms: Transform) -> Transform:
 def shown(value: object) -> str:
     """A value for a message: its text, or the beginning of a long one.
 
-    >>> shown(None), shown([10] * 100)
-    ('None', "a list, [10, 10, 10, 10, 10, 10, 10, 10, 10, 10, ...")
+    >>> shown(None), shown("a" * 100)[:20]
+    ('None', "a str, 'aaaaaaaaaaaa")
     """
     text = getattr(value, "__name__", "") or " ".join(repr(value).split())
     if len(text) <= 80:
