@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class Columns(Drawn):
         )
         self.size = len(self.ops) - len(self.gaps)
         self._made = dict(enumerate(made))
+        self._row = cache(self._actions)
 
     @classmethod
     def drawn(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Columns:
@@ -98,12 +100,14 @@ class Columns(Drawn):
     def __getitem__(self, rank: Any) -> Any:
         if isinstance(rank, slice):
             return tuple(self)[rank]
-        rank = range(len(self))[rank]
-        if rank not in self._made:
-            ops, stages, microbatches = (column.tolist() for column in self.row(rank)[1:])
-            fields = zip(stages, map(OPS.__getitem__, ops), microbatches, strict=True)
-            self._made[rank] = tuple(map(tuple.__new__, repeat(Action), fields))
-        return self._made[rank]
+        return self._row(range(len(self))[rank])
+
+    def _actions(self, rank: int) -> Row:
+        if rank in self._made:
+            return self._made[rank]
+        ops, stages, microbatches = (column.tolist() for column in self.row(rank)[1:])
+        fields = zip(stages, map(OPS.__getitem__, ops), microbatches, strict=True)
+        return tuple(map(tuple.__new__, repeat(Action), fields))
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == (tuple(other) if isinstance(other, Columns) else other)

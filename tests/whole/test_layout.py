@@ -343,7 +343,7 @@ def test_no_regression():
     assert PACKAGE.total("group_getattrs") == 0
     # three have interfaces of torch.distributed.pipelining and verl, four are plans while they are
     # lowered, one has the choices of a schedule, one the members of elastic copies, nine what is
-    # under way or failed in a connection, one keeps rows that were read
+    # under way or failed in a connection, one posts running sums while a plan is lowered
     assert len(PACKAGE.mutated_classes) <= 26
     assert len(PACKAGE.long_functions) <= 8
     assert PACKAGE.total("ignores") <= 28
