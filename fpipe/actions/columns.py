@@ -109,6 +109,9 @@ class Columns(Drawn):
         fields = zip(stages, map(OPS.__getitem__, ops), microbatches, strict=True)
         return tuple(map(tuple.__new__, repeat(Action), fields))
 
+    def __reduce__(self) -> Any:
+        return tuple, (list(self),)
+
     def __eq__(self, other: object) -> bool:
         return tuple(self) == (tuple(other) if isinstance(other, Columns) else other)
 
