@@ -50,13 +50,13 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
         raise stuck(rows, stages, walked)
     sizes = costs.of_units("size", units, slices)
     facts = Facts(stages, units)
-    steps = _steps_of_all(facts, placement, costs, sizes, slices)
+    steps = steps_of_all(facts, placement, costs, sizes, slices)
     overlap_cost = costs.overlap
     if not callable(overlap_cost):
         overlap_cost = costs.times(stages).get("overlap")
     overlap = None
     if overlap_cost is not None:
-        overlap = partial(_overlapped, overlap_cost, slices)
+        overlap = partial(overlapped, overlap_cost, slices)
     starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
         tuple(rows),
@@ -135,7 +135,7 @@ def _run(
     return starts, ends, causes, tuple(map(tuple, carried))
 
 
-def _overlapped(
+def overlapped(
     overlap: Predict | Sequence[float], slices: int, action: AnyAction, length: float, start: float
 ) -> tuple[float, Sequence[Carried]]:
     """The time of an action if ``overlap`` has a cost, and what the link carries meanwhile."""
@@ -152,7 +152,7 @@ def _overlapped(
     return (length if predicted is None else number("overlap", predicted)), ()
 
 
-def _steps_of_all(
+def steps_of_all(
     facts: Facts, placement: Placement, costs: Costs, sizes: Sequence[float], slices: int
 ) -> list[dict[str, tuple[_Step, ...]]]:
     """For each microbatch the steps of ops; computed once for each path, load and size."""

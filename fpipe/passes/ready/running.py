@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a plan in the ready order: the steps of the nodes, in an order that follows arrivals.
+
+A rank waits only where no node of its window can run, and then for any message. Nothing here knows
+schedules or backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import chain
+from typing import Any, NamedTuple
+
+from ...collectives.group import Group, Tensors, Work
+from ...lowering.instruction import Registers, StepFn
+from .plans import BODY, PLACED, SEND, WAIT, Node, ReadyPlan
+
+
+class _Receive(NamedTuple):
+    """The wait for the next message of a channel that has begun."""
+
+    node: int
+    work: Work
+    writes: Sequence[int]
+    then: Sequence[int]  # the steps after it
+
+
+class _AnyOf(NamedTuple):
+    """The wait for one of several messages, the first of the row first."""
+
+    group: Group
+    receives: Sequence[tuple[int, Work]]  # each with its sender
+
+    def done(self) -> bool:
+        return any(work.done() for _, work in self.receives)
+
+    def wait(self) -> Tensors:
+        if not self.done():
+            self.group.wait_any(self.receives)
+        return ()
+
+
+def steps_in_order(plan: ReadyPlan, executable: Any, r: Registers) -> Iterator[tuple[int, StepFn]]:
+    """The steps of all nodes. Where draws continue the stream of the device, the order of the row
+    is part of the result, and is kept.
+    """
+    if r.seed is None and plan.draws:
+        yield from chain(*executable.phases)
+        return
+    yield from _Run(plan, executable.steps, executable.group, r).all()
+
+
+class _Run:
+    """The state of a run.
+
+    ``bodies`` are those that wait for no node, by whether no other rank waits for them, and place.
+    ``front`` is the first body or placed node that has not run.
+    """
+
+    def __init__(self, plan: ReadyPlan, steps: Sequence[StepFn], group: Group, r: Registers):
+        self.nodes = nodes = plan.nodes
+        self.window = plan.window
+        self.steps = steps
+        self.group = group
+        self.r = r
+        self.missing = [node.missing for node in nodes]
+        self.done = bytearray(len(nodes))
+        self.row = [n for n, node in enumerate(nodes) if node.kind in (BODY, PLACED)]
+        self.front = 0
+        self.bodies: tuple[list[int], list[int]] = ([], [])
+        self.sends: list[int] = []
+        self.waits: list[int] = []  # those whose channel has come to them
+        self.receives: list[_Receive] = []
+        self.left = len(nodes)
+        for place, count in enumerate(self.missing):
+            if not count:
+                self._open(place)
+
+    def all(self) -> Iterator[tuple[int, StepFn]]:
+        """Run all nodes."""
+        while self.left:
+            yield from self._post()
+            left = self.left
+            yield from self._take()
+            place = self._next()
+            if place is not None:
+                for number in self.nodes[place].steps:
+                    yield number, self.steps[number]
+                self._ended(place)
+            elif self.left == left:
+                receives = sorted(self.receives, key=lambda one: one.node)
+                works = [(self._node(one).channel[0], one.work) for one in receives]  # pyright: ignore[reportOptionalSubscript]
+                wait = (_AnyOf(self.group, works), ())
+                yield self._node(receives[0]).steps[0], lambda r, wait=wait: wait
+
+    def _node(self, receive: _Receive) -> Node:
+        return self.nodes[receive.node]
+
+    def _open(self, place: int) -> None:
+        """A node waits for no other node."""
+        node = self.nodes[place]
+        if node.kind == BODY:
+            heappush(self.bodies[node.last], place)
+        elif node.kind == SEND:
+            heappush(self.sends, place)
+        elif node.kind == WAIT:
+            heappush(self.waits, place)
+
+    def _ended(self, place: int) -> None:
+        self.done[place] = 1
+        self.left -= 1
+        row = self.row
+        while self.front < len(row) and self.done[row[self.front]]:
+            self.front += 1
+        for later in self.nodes[place].after:
+            self.missing[later] -= 1
+            if not self.missing[later]:
+                self._open(later)
+
+    def _end(self) -> int:
+        """The position at which the window ends."""
+        if self.front == len(self.row):
+            return len(self.nodes)
+        return self.nodes[self.row[self.front]].position + self.window
+
+    def _next(self) -> int | None:
+        """The node to run now, if one can."""
+        if self.sends:
+            return heappop(self.sends)
+        if self.front < len(self.row):
+            place = self.row[self.front]
+            if self.nodes[place].kind == PLACED and not self.missing[place]:
+                return place
+        end = self._end()
+        for heap in self.bodies:
+            if heap and self.nodes[heap[0]].position < end:
+                return heappop(heap)
+        return None
+
+    # ---- messages ----
+    def _post(self) -> Iterator[tuple[int, StepFn]]:
+        """Begin the waits of the window."""
+        end = self._end()
+        while self.waits and self.nodes[self.waits[0]].position < end:
+            place = heappop(self.waits)
+            node = self.nodes[place]
+            split = node.steps.index(node.message)
+            for number in node.steps[:split]:
+                yield number, self.steps[number]
+            work, writes = self.steps[node.message](self.r)
+            self.receives.append(_Receive(place, work, writes, node.steps[split + 1 :]))
+
+    def _take(self) -> Iterator[tuple[int, StepFn]]:
+        """Take what has arrived."""
+        arrived = [one for one in self.receives if one.work.done()]
+        for one in arrived:
+            self.receives.remove(one)
+            for slot, tensor in zip(one.writes, one.work.wait(), strict=True):
+                self.r.slots[slot] = tensor
+            for number in one.then:
+                yield number, self.steps[number]
+            self._ended(one.node)
