@@ -8,12 +8,14 @@ schedules or backends.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Any, NamedTuple
 
 from ...collectives.group import Group, Tensors, Work
 from ...lowering.instruction import Registers, StepFn
+from ...lowering.instructions import Wait
 from .plans import BODY, PLACED, SEND, WAIT, Node, ReadyPlan
 
 
@@ -46,9 +48,20 @@ def steps_in_order(plan: ReadyPlan, executable: Any, r: Registers) -> Iterator[t
     is part of the result, and is kept.
     """
     if r.seed is None and plan.draws:
-        yield from chain(*executable.phases)
+        for number, step in chain(*executable.phases):
+            yield number, partial(_at_once, step) if type(plan.keyed[number].op) is Wait else step
         return
     yield from _Run(plan, executable.steps, executable.group, r).all()
+
+
+def _at_once(step: StepFn, r: Registers) -> Any:
+    """Take a message that has arrived without a turn of another rank, as a row does."""
+    work, writes = step(r)
+    if not work.done():
+        return work, writes
+    for slot, tensor in zip(writes, work.wait(), strict=True):
+        r.slots[slot] = tensor
+    return None
 
 
 class _Run:
@@ -80,9 +93,10 @@ class _Run:
     def all(self) -> Iterator[tuple[int, StepFn]]:
         """Run all nodes."""
         while self.left:
-            yield from self._post()
             left = self.left
-            yield from self._take()
+            if not self.sends:  # what was computed is released first
+                yield from self._post()
+                yield from self._take()
             place = self._next()
             if place is not None:
                 for number in self.nodes[place].steps:
