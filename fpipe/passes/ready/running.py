@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...collectives.group import Group, Tensors, Work
 from ...lowering.instruction import Registers, StepFn
 from ...lowering.instructions import Wait
-from .plans import BODY, PLACED, SEND, WAIT, Node, ReadyPlan
+from .nodes import BODY, PLACED, SEND, WAIT, Node
 
 
 class _Receive(NamedTuple):
@@ -43,7 +43,7 @@ class _AnyOf(NamedTuple):
         return ()
 
 
-def steps_in_order(plan: ReadyPlan, executable: Any, r: Registers) -> Iterator[tuple[int, StepFn]]:
+def steps_in_order(plan: Any, executable: Any, r: Registers) -> Iterator[tuple[int, StepFn]]:
     """The steps of all nodes. Where draws continue the stream of the device, the order of the row
     is part of the result, and is kept.
     """
@@ -71,7 +71,7 @@ class _Run:
     ``front`` is the first body or placed node that has not run.
     """
 
-    def __init__(self, plan: ReadyPlan, steps: Sequence[StepFn], group: Group, r: Registers):
+    def __init__(self, plan: Any, steps: Sequence[StepFn], group: Group, r: Registers):
         self.nodes = nodes = plan.nodes
         self.window = plan.window
         self.steps = steps

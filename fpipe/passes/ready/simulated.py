@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import exp, inf
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ...actions.action import AnyAction, Placement, Row
 from ...actions.action_kinds import KINDS
@@ -147,7 +147,7 @@ class _Run:
             overlap = costs.times(placement.stages).get("overlap")
         self.overlap: Callable[..., Any] | None = None
         if overlap is not None:
-            self.overlap = partial(overlapped, overlap, slices)
+            self.overlap = partial(overlapped, cast(Any, overlap), slices)
 
     def all(self) -> None:
         """Run all actions, in the order of time."""
