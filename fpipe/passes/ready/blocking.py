@@ -37,9 +37,12 @@ def check(schedule: Rows, window: int) -> None:
     Schedule(1F1B, ranks=4, microbatches=8, stages=4)
     """
     check_window(window)
+    graph = _Graph(schedule, window)
     try:
-        order = _order(_Graph(schedule, window).definite())
-        list(TopologicalSorter(_possible(_Graph(schedule, window), order)).static_order())
+        definite = graph.definite()
+        order = list(TopologicalSorter(definite).static_order())
+        possible = _possible(graph, definite, order)
+        list(TopologicalSorter(possible).static_order())
     except CycleError as error:
         raise _blocks(schedule, window, error.args[1]) from None
 
@@ -51,19 +54,23 @@ class _Graph:
         self.rows = schedule.rows
         self.window = window
         self.stages = schedule.placement.stages
-        self.home: dict[Fact, Place] = {
-            fact: (rank, position)
-            for rank, row in enumerate(schedule.rows)
-            for position, action in enumerate(row)
-            for part in action.parts
-            for fact in provides(part)
-        }
+        self.home: dict[Fact, Place] = {}
         self.readers: dict[Place, set[Place]] = {}
+        places = []
         for rank, row in enumerate(schedule.rows):
-            for position in range(len(row)):
-                for source in self.sources((rank, position)):
-                    if source[0] != rank:
-                        self.readers.setdefault(source, set()).add((rank, position))
+            for position, action in enumerate(row):
+                place = (rank, position)
+                places.append(place)
+                for part in action.parts:
+                    for fact in provides(part):
+                        self.home[fact] = place
+        for place in places:
+            rank, _ = place
+            for source in self.sources(place):
+                sender, _ = source
+                if sender != rank:
+                    readers = self.readers.setdefault(source, set())
+                    readers.add(place)
 
     def sources(self, place: Place) -> Iterator[Place]:
         """The actions of which an action needs a fact."""
@@ -85,46 +92,55 @@ class _Graph:
         for rank, row in enumerate(self.rows):
             for position, earlier in enumerate(before(row)):
                 place = (rank, position)
-                waits: set[Node] = {("run", *source) for source in self.sources(place)}
-                waits |= {("run", rank, one) for one in earlier}
+                waits = set[Node]()
+                for source in self.sources(place):
+                    waits.add(("run", *source))
+                for one in earlier:
+                    waits.add(("run", rank, one))
                 if position >= self.window:
                     waits.add(("all", rank, position - self.window))
                 graph["start", rank, position] = waits
                 graph["send", rank, position] = set(self.sends(place))
-                graph["run", rank, position] = {("start", *place), ("send", *place)}
-                graph["all", rank, position] = {("run", *place)}
+                graph["run", rank, position] = {
+                    ("start", *place),
+                    ("send", *place),
+                }
+                whole: set[Node] = {("run", *place)}
                 if position:
-                    graph["all", rank, position].add(("all", rank, position - 1))
+                    whole.add(("all", rank, position - 1))
+                graph["all", rank, position] = whole
         return graph
 
 
-def _order(graph: dict[Node, set[Node]]) -> tuple[dict[Node, set[Node]], list[Node]]:
-    return graph, list(TopologicalSorter(graph).static_order())
-
-
 def _possible(
-    graph: _Graph, ordered: tuple[dict[Node, set[Node]], list[Node]]
+    graph: _Graph,
+    definite: dict[Node, set[Node]],
+    order: list[Node],
 ) -> dict[Node, set[Node]]:
     """What waits for what in some order: also an action for the sends of another one of its rank
     that may have started before it.
     """
-    definite, order = ordered
     number = {node: place for place, node in enumerate(order)}
     #: For each node all that come before it in every order, as bits.
     reach = [0] * len(order)
     for place, node in enumerate(order):
         for earlier in definite[node]:
-            reach[place] |= reach[number[earlier]] | 1 << number[earlier]
+            before_it = number[earlier]
+            reach[place] |= reach[before_it]
+            reach[place] |= 1 << before_it
     possible = {node: set(waits) for node, waits in definite.items()}
     for rank, row in enumerate(graph.rows):
         for position in range(len(row)):
             me = 1 << number["run", rank, position]
-            near = range(max(position - graph.window + 1, 0), position + graph.window)
-            for other in near:
-                if other == position or other >= len(row):
+            first = max(position - graph.window + 1, 0)
+            end = min(position + graph.window, len(row))
+            for other in range(first, end):
+                if other == position:
                     continue
                 sends = ("send", rank, other)
-                if definite[sends] and not reach[number["start", rank, other]] & me:
+                start = number["start", rank, other]
+                may_run_before = not reach[start] & me
+                if may_run_before and definite[sends]:
                     possible["run", rank, position].add(sends)
     return possible
 

@@ -29,7 +29,10 @@ class _Counting(MemoryAccount):
 
     def taken(self) -> int:
         """The bytes that were begun since the last call, and are still held."""
-        held = sum(size for storage, size in self.begun.items() if storage in self._sizes)
+        held = 0
+        for storage, size in self.begun.items():
+            if storage in self._sizes:
+                held += size
         self.begun.clear()
         return held
 
@@ -52,12 +55,17 @@ def bound(plan: Any) -> tuple[int, ...]:
             reached += 1
             before[reached] = account.live
         start = account.live
-        during = ins.op.hold(ins, plan.uses[number][0], account)
-        for key, later in zip(ins.writes, plan.uses[number][1], strict=True):
+        ends, needed = plan.uses[number]
+        during = ins.op.hold(ins, ends, account)
+        for key, later in zip(ins.writes, needed, strict=True):
             if not later:
                 account.end(key)
-        excess[position] = max(excess[position], during - start, account.live - start)
-        for place in plan.uses[number][0]:
+        excess[position] = max(
+            excess[position],
+            during - start,
+            account.live - start,
+        )
+        for place in ends:
             account.end(ins.reads[place])
         added[position] += account.taken()
     for position in range(reached + 1, count):
@@ -65,5 +73,7 @@ def bound(plan: Any) -> tuple[int, ...]:
     most = []
     for first in range(count):
         window = slice(first, first + plan.window)
-        most.append(before[first] + sum(added[window]) + max(excess[window], default=0))
+        more = sum(added[window])
+        during = max(excess[window], default=0)
+        most.append(before[first] + more + during)
     return tuple(most[position] for position in positions)

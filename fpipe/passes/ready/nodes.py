@@ -153,12 +153,19 @@ def _connect_values(plan: Plan, nodes: Sequence[Node], waits: Sequence[set[int]]
         if number not in node_of:
             continue
         place = node_of[number]
-        ends = [ins.reads[end] for end in plan.uses[number][0]]
-        changed = [*ins.writes, *(key for key in ins.reads if isinstance(key[0], Grad))]
+        places, _ = plan.uses[number]
+        changed = list(ins.writes)
+        for key in ins.reads:
+            source, _ = key
+            if isinstance(source, Grad):
+                changed.append(key)
+        waited = waits[place]
         for key in (*ins.reads, *ins.writes):
-            waits[place].add(written.get(key, place))
-        for key in (*changed, *ends):
-            waits[place].update(read.get(key, ()))
+            waited.add(written.get(key, place))
+        for key in changed:
+            waited.update(read.get(key, ()))
+        for end in places:
+            waited.update(read.get(ins.reads[end], ()))
         for key in ins.reads:
             read.setdefault(key, set()).add(place)
         for key in changed:

@@ -59,7 +59,11 @@ class _OnRank(Feature):
         given["slots"] = len(slots.of)
         given["feeds"] = {key: slots.of[key] for key in plan.feeds}
         given["results"] = {key: slots.of[key] for key in plan.results}
-        return ReadyPlan(**given, window=self.window, nodes=tuple(nodes))
+        return ReadyPlan(
+            **given,
+            window=self.window,
+            nodes=tuple(nodes),
+        )
 
 
 #: The streams of messages from one rank to another, in groups whose sends are complete at once.
@@ -77,6 +81,7 @@ class ReadyPlan(Plan):
 
     @cached_property
     def curve(self) -> tuple[int, ...]:
+        """The most bytes held while the action of each instruction is the first not to have run."""
         return bound(self)
 
     @cached_property
@@ -97,8 +102,13 @@ class _Slots:
 
     def __init__(self, plan: Plan):
         self.of: dict[Key, int] = {}
-        for key in (*plan.feeds, *(key for ins in plan.keyed for key in ins.writes), *plan.results):
-            self.of.setdefault(key, len(self.of))
+        keys: list[Key] = [*plan.feeds]
+        for ins in plan.keyed:
+            keys += ins.writes
+        keys += plan.results
+        for key in keys:
+            if key not in self.of:
+                self.of[key] = len(self.of)
 
     def place(self, ins: Instruction, use: Any) -> Instruction:
         """An instruction over slots."""
@@ -160,12 +170,18 @@ def _lanes(plan: Plan, streams: int) -> dict[int, int]:
     for number, ins in enumerate(plan.keyed):
         if isinstance(ins.op, Send) or type(ins.op) is Wait:
             channel = (type(ins.op), ins.op.peer)
-            name = None if ins.action is None else (ins.action.stage, ins.action.op == "F")
+            name = None
+            if ins.action is not None:
+                stage, op, _ = ins.action
+                name = (stage, op == "F")
+                known = names.setdefault(channel, {})
+                known[name] = None
             of[number] = channel, name
-            if name is not None:
-                names.setdefault(channel, {})[name] = None
     lanes = {}
     for number, (channel, name) in of.items():
-        known = sorted(names.get(channel, ()))
-        lanes[number] = 0 if name is None else known.index(name) % streams
+        lanes[number] = 0
+        if name is not None:
+            in_order = sorted(names[channel])
+            place = in_order.index(name)
+            lanes[number] = place % streams
     return lanes

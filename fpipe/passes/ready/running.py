@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from ...collectives.group import Group, Tensors, Work
 from ...lowering.instruction import Registers, StepFn
 from ...lowering.instructions import Wait
-from .nodes import BODY, PLACED, SEND, WAIT, Node
+from .nodes import BODY, PLACED, SEND, WAIT
 
 
 class _Receive(NamedTuple):
     """The wait for the next message of a channel that has begun."""
 
     node: int
+    peer: int
     work: Work
     writes: Sequence[int]
     then: Sequence[int]  # the steps after it
@@ -79,7 +80,10 @@ class _Run:
         self.r = r
         self.missing = [node.missing for node in nodes]
         self.done = bytearray(len(nodes))
-        self.row = [n for n, node in enumerate(nodes) if node.kind in (BODY, PLACED)]
+        self.row = []
+        for place, node in enumerate(nodes):
+            if node.kind in (BODY, PLACED):
+                self.row.append(place)
         self.front = 0
         self.bodies: tuple[list[int], list[int]] = ([], [])
         self.sends: list[int] = []
@@ -104,12 +108,10 @@ class _Run:
                 self._ended(place)
             elif self.left == left:
                 receives = sorted(self.receives, key=lambda one: one.node)
-                works = [(self._node(one).channel[0], one.work) for one in receives]  # pyright: ignore[reportOptionalSubscript]
+                works = [(one.peer, one.work) for one in receives]
                 wait = (_AnyOf(self.group, works), ())
-                yield self._node(receives[0]).steps[0], lambda r, wait=wait: wait
-
-    def _node(self, receive: _Receive) -> Node:
-        return self.nodes[receive.node]
+                first = self.nodes[receives[0].node]
+                yield first.message, lambda r, wait=wait: wait
 
     def _open(self, place: int) -> None:
         """A node waits for no other node."""
@@ -163,7 +165,10 @@ class _Run:
             for number in node.steps[:split]:
                 yield number, self.steps[number]
             work, writes = self.steps[node.message](self.r)
-            self.receives.append(_Receive(place, work, writes, node.steps[split + 1 :]))
+            then = node.steps[split + 1 :]
+            assert node.channel is not None, "a wait has a channel"
+            peer, _ = node.channel
+            self.receives.append(_Receive(place, peer, work, writes, then))
 
     def _take(self) -> Iterator[tuple[int, StepFn]]:
         """Take what has arrived."""

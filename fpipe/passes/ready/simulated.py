@@ -94,7 +94,11 @@ class _Rank:
         self.parts = parts
         self.window = 1
         #: By position: factors of the time of the action, and of the time of its messages.
-        self.factors = [(exp(random.gauss(0, jitter)), exp(random.gauss(0, jitter))) for _ in row]
+        self.factors = []
+        for _ in row:
+            of_action = exp(random.gauss(0, jitter))
+            of_message = exp(random.gauss(0, jitter))
+            self.factors.append((of_action, of_message))
         self.after: list[list[int]] = [[] for _ in row]
         self.missing = [0] * len(row)
         for position, earlier in enumerate(before(row)):
@@ -135,10 +139,10 @@ class _Run:
         steps = steps_of_all(facts, placement, costs, sizes, slices)
         random = Random(seed)
         parts = partial(_parts, facts, placement, steps)
-        self.ranks = [
-            _Rank(row, [list(parts(rank, action)) for action in row], random, jitter)
-            for rank, row in enumerate(rows)
-        ]
+        self.ranks = []
+        for rank, row in enumerate(rows):
+            of_row = [list(parts(rank, action)) for action in row]
+            self.ranks.append(_Rank(row, of_row, random, jitter))
         present = facts.initial()
         self.computed = array("d", [0.0 if here else inf for here in present])
         self.delay = array("d", [1.0]) * facts.size
@@ -159,7 +163,10 @@ class _Run:
                 return
             rank = self.ranks[number]
             self._start(rank, position, start, waited)
-            changed = {number, *(part.to for part in rank.parts[position] if part.to is not None)}
+            changed = {number}
+            for part in rank.parts[position]:
+                if part.to is not None:
+                    changed.add(part.to)
             for one in changed:
                 best[one] = self._best(self.ranks[one])
 
@@ -175,9 +182,11 @@ class _Run:
             waited = -1
             for part in rank.parts[position]:
                 *own, last = part.needs
-                if any(self.computed[fact] == inf for fact in own):
-                    time = inf
-                at = self.computed[last] + part.travel * self.delay[last]
+                for fact in own:
+                    if self.computed[fact] == inf:
+                        time = inf
+                travel = part.travel * self.delay[last]
+                at = self.computed[last] + travel
                 if at > time:
                     time = at
                     waited = last
@@ -189,8 +198,12 @@ class _Run:
         action = rank.row[position]
         parts = rank.parts[position]
         factor, delay = rank.factors[position]
-        start += sum(part.receive for part in parts)
-        length = sum(part.length for part in parts)
+        length = 0.0
+        send = 0.0
+        for part in parts:
+            start += part.receive
+            length += part.length
+            send += part.send
         if self.overlap is not None:
             length, beside = self.overlap(action, length, start)
             rank.carried += beside
@@ -198,7 +211,7 @@ class _Run:
         rank.starts.append(start)
         rank.ends.append(end)
         rank.causes.append(waited)
-        rank.clock = end + sum(part.send for part in parts)
+        rank.clock = end + send
         for part in parts:
             for fact in part.provides:
                 self.computed[fact] = end

@@ -58,9 +58,15 @@ def before(row: Row) -> list[tuple[int, ...]]:
     last: dict[tuple[int, str], int] = {}
     found = []
     for position, action in enumerate(row):
-        facts = [(part.stage, fact) for part in action.parts for fact in KINDS[part.op].provides]
-        found.append(tuple(sorted({last[fact] for fact in facts if fact in last})))
-        last.update(dict.fromkeys(facts, position))
+        earlier = set[int]()
+        for part in action.parts:
+            for kind in KINDS[part.op].provides:
+                fact = part.stage, kind
+                if fact in last:
+                    earlier.add(last[fact])
+                last[fact] = position
+        earlier.discard(position)
+        found.append(tuple(sorted(earlier)))
     return found
 
 
