@@ -15,7 +15,7 @@ import fpipe
 from fpipe.passes.ready.simulated import _Run
 from fpipe.schedule import Schedule
 
-UNIT = 0.05  #: seconds that a forward takes at the median
+UNIT = 0.1  #: seconds that a forward takes at the median
 JITTER = 0.3
 SIMULATED = ("1F1B", "ZBV")
 MEASURED = ("1F1B",)

@@ -165,6 +165,65 @@ def test_row_is_the_default():
     assert "in any order of 4 actions" in str(plan(order="ready")[0])
 
 
+def stateful(p, state, x):
+    y = layer(p, x)
+    return y, state * 0.5 + y.mean()
+
+
+def with_aux(y, t):
+    return loss(y, t), y.mean()
+
+
+#: What else changes a plan: options of the pipeline, of ``value_and_grad``, and the stage.
+OTHERS: dict[str, tuple[dict, dict, Any]] = {
+    "tied": ({"tied": [("0.w", "3.w")]}, {}, layer),
+    "aux": ({"loss": with_aux}, {"has_aux": True}, layer),
+    "dx": ({}, {"argnums": (0, 1)}, layer),
+    "each": ({}, {"each": lambda number, y, value: (number, float(value))}, layer),
+    "eager": ({"engine": "eager", "seed": 1}, {}, layer),
+    "state": ({}, {}, fpipe.Stage(stateful, state=True)),
+    "weighted": ({"reduction": fpipe.weighted(lambda t: (t > 0).sum())}, {}, layer),
+    "accumulate": ({"accumulate": torch.float64}, {}, layer),
+}
+
+
+def step_of(group, options, of_step, stage, order):
+    """All that a second step returns, flat."""
+    options = {"loss": loss, "microbatches": 8, "order": order, **options}
+    pipe = fpipe.pipeline([stage] * 4, "ZBV", group=group, **options)
+    draws = torch.Generator().manual_seed(1)
+    params = [{"w": torch.randn(8, 8, generator=draws), "b": torch.ones(8)} for _ in range(4)]
+    params[3]["w"] = params[0]["w"].clone()
+    x, t = torch.randn(16, 8, generator=draws), torch.randn(16, 8, generator=draws)
+    side = {"state": [torch.zeros(())] * 4} if stage is not layer else {}
+    run = fpipe.value_and_grad(pipe, **of_step)
+    run(params, x, t, **side)
+    return fpipe.tree.flatten(run(params, x, t, **side))[0]
+
+
+def equal(a, b) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_bits_with_other_features(name):
+    row = step_of(fpipe.local(2), *OTHERS[name], "row")
+    ready = step_of(fpipe.local(2), *OTHERS[name], "ready")
+    assert all(map(equal, row, ready))
+    assert len(row) == len(ready)
+    both = []
+    for order in ("row", "ready"):
+        fn = partial(on_fake, name=name, order=order)
+        both.append(fpipe.testing.run(fn, ranks=2, order="buffered", seed=2))
+    for one, other in zip(*both, strict=True):
+        assert len(one) == len(other)
+        assert all(map(equal, one, other))
+
+
+def on_fake(group, name, order):
+    return step_of(group, *OTHERS[name], order)
+
+
 # ---- memory and progress of a rank, in random orders ----
 def plans_of(schedule, window):
     pipe = fpipe.pipeline(

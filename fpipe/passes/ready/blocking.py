@@ -77,8 +77,9 @@ class _Graph:
         rank, position = place
         for part in self.rows[rank][position].parts:
             for fact in needs(part, self.stages):
-                if fact in self.home:
-                    yield self.home[fact]
+                home = self.home.get(fact)
+                if home is not None:
+                    yield home
 
     def sends(self, place: Place) -> Iterator[Node]:
         """What the sends of an action wait for: their readers come into their windows."""
@@ -147,8 +148,11 @@ def _possible(
 
 def _blocks(schedule: Rows, window: int, circle: Sequence[Node]) -> ScheduleError:
     """The error that names a send that may wait for ever, and what it keeps from running."""
-    places = [place for kind, *place in circle if kind == "send"]
-    rank, position = places[0] if places else circle[0][1:]
+    _, rank, position = circle[0]
+    for kind, *place in circle:
+        if kind == "send":
+            rank, position = place
+            break
     action = schedule.rows[rank][position]
     return ScheduleError(
         f"window={window}: rank {rank} may wait for ever in a send of {action}, at position "

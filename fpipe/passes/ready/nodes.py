@@ -111,7 +111,10 @@ def _positions(plan: Plan) -> list[int]:
     """The position of each instruction: of its action or, where that is another rank's, of the
     next instruction.
     """
-    own = {part: n for n, action in enumerate(plan.row) for part in action.parts}
+    own = {}
+    for place, action in enumerate(plan.row):
+        for part in action.parts:
+            own[part] = place
     position = len(plan.row)
     positions = []
     for ins in reversed(plan.keyed):
@@ -129,10 +132,12 @@ def _connect(plan: Plan, nodes: Sequence[Node]) -> None:
     for place, node in enumerate(nodes):
         if node.channel is not None:
             name = (node.kind, node.channel)
-            waits[place].add(last.get(name, place))
+            if name in last:
+                waits[place].add(last[name])
             last[name] = place
         elif node.position < len(plan.row):
-            waits[place].update(last[one] for one in earlier[node.position])
+            for one in earlier[node.position]:
+                waits[place].add(last[one])
             last[node.position] = place
     _connect_values(plan, nodes, waits)
     for place, waited in enumerate(waits):

@@ -38,7 +38,10 @@ class Ready(Feature):
         window = self.window or default_window(schedule.rows, schedule.units)
         if isinstance(builder.messages, WiredMessages):
             # A message shows what its sender had run only outside of its window.
-            parts = max(len(action.parts) for row in schedule for action in row)
+            parts = 1
+            for row in schedule:
+                for action in row:
+                    parts = max(parts, len(action.parts))
             builder.messages.lag = window * parts
         return _OnRank(builder, window)
 
@@ -87,7 +90,11 @@ class ReadyPlan(Plan):
     @cached_property
     def draws(self) -> bool:
         """Whether a program draws random numbers."""
-        return any(ins.program is not None and ins.program.random for ins in self.instructions)
+        for ins in self.instructions:
+            program = ins.program
+            if program is not None and program.random:
+                return True
+        return False
 
     chosen: ClassVar[Any] = steps_in_order
 
@@ -113,12 +120,12 @@ class _Slots:
     def place(self, ins: Instruction, use: Any) -> Instruction:
         """An instruction over slots."""
         ends, needed = use
-        writes = tuple(
-            self.of[key] if later else -1 for key, later in zip(ins.writes, needed, strict=True)
-        )
+        writes = []
+        for key, later in zip(ins.writes, needed, strict=True):
+            writes.append(self.of[key] if later else -1)
         reads = tuple(self.of[key] for key in ins.reads)
         frees = tuple(reads[place] for place in ends)
-        return Instruction(ins.op, ins.action, reads, writes, frees)
+        return Instruction(ins.op, ins.action, reads, tuple(writes), frees)
 
 
 # ---- messages ----
