@@ -19,6 +19,7 @@ from fpipe.passes.ready.nodes import BODY, PLACED, SEND, WAIT
 from fpipe.passes.ready.simulated import timeline
 from fpipe.passes.ready.window import before
 from fpipe.schedule import Schedule
+from fpipe.tree import flatten
 
 NAMES = [name for name in fpipe.schedule_names() if not name.startswith("Seq")]
 
@@ -198,7 +199,7 @@ def step_of(group, options, of_step, stage, order):
     side = {"state": [torch.zeros(())] * 4} if stage is not layer else {}
     run = fpipe.value_and_grad(pipe, **of_step)
     run(params, x, t, **side)
-    return fpipe.tree.flatten(run(params, x, t, **side))[0]
+    return flatten(run(params, x, t, **side))[0]
 
 
 def equal(a, b) -> bool:
