@@ -99,8 +99,10 @@ class _Run:
         while self.left:
             left = self.left
             if not self.sends:  # what was computed is released first
-                yield from self._post()
-                yield from self._take()
+                if self.waits:
+                    yield from self._post()
+                if self.receives:
+                    yield from self._take()
             place = self._next()
             if place is not None:
                 for number in self.nodes[place].steps:
