@@ -27,7 +27,7 @@ from .timeline import Carried, Timeline
 #: - the time from the end of the action that provides this fact to its arrival;
 #: - the times to receive, to run and to send;
 #: - the offset of the first fact that the op provides, the only one that other stages wait for.
-_Step: TypeAlias = tuple[int, float, float, float, float, int]
+Step: TypeAlias = tuple[int, float, float, float, float, int]
 _Columns: TypeAlias = "tuple[array[float], ...]"
 _Times: TypeAlias = (
     "tuple[_Columns, _Columns, tuple[array[int], ...], tuple[tuple[Carried, ...], ...]]"
@@ -77,7 +77,7 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
 def _run(
     rows: Sequence[Row],
     walked: Walk,
-    steps: Sequence[Mapping[str, Sequence[_Step]]],
+    steps: Sequence[Mapping[str, Sequence[Step]]],
     facts: Facts,
     overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None,
 ) -> _Times:
@@ -154,7 +154,7 @@ def overlapped(
 
 def steps_of_all(
     facts: Facts, placement: Placement, costs: Costs, sizes: Sequence[float], slices: int
-) -> list[dict[str, tuple[_Step, ...]]]:
+) -> list[dict[str, tuple[Step, ...]]]:
     """For each microbatch the steps of ops; computed once for each path, load and size."""
     paths = map(placement.path_index, range(facts.microbatches))
     loads = costs.of_units("load", facts.microbatches, slices)
@@ -168,7 +168,7 @@ def steps_of_all(
 
 def _steps(
     facts: Facts, path: Sequence[int], costs: Costs, load: float, size: float
-) -> dict[str, tuple[_Step, ...]]:
+) -> dict[str, tuple[Step, ...]]:
     """op -> its step on each stage, for microbatches with this path, load and size."""
     stages = facts.stages
     table = facts.table
@@ -184,7 +184,7 @@ def _steps(
             return numbers[min(stage, stage + by)]
         return 0.0
 
-    def step(op: str, stage: int) -> _Step:
+    def step(op: str, stage: int) -> Step:
         kind, (needed, provided) = KINDS[op], table[op]
         source = kind.needs[-1][1]
         user = users.get(kind.provides[0], 0)

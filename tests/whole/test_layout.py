@@ -301,7 +301,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 291_300
+    assert tokens <= 291_400
     assert tokens / lines <= 9.02
     assert PACKAGE.total("anys") <= 450
 

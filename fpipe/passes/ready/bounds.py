@@ -8,10 +8,11 @@ subtracted: it may be freed last.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from ...lowering.memory import MemoryAccount
+from ...lowering.plan import Plan
+from .nodes import Node
 
 
 class _Counting(MemoryAccount):
@@ -37,10 +38,10 @@ class _Counting(MemoryAccount):
         return held
 
 
-def bound(plan: Any) -> tuple[int, ...]:
+def bound(plan: Plan, nodes: Sequence[Node], window: int) -> tuple[int, ...]:
     """For each instruction, the most bytes held while its action is the first that has not run."""
     positions = [0] * len(plan.keyed)
-    for node in plan.nodes:
+    for node in nodes:
         for number in node.steps:
             positions[number] = node.position
     count = len(plan.row) + 1
@@ -72,8 +73,8 @@ def bound(plan: Any) -> tuple[int, ...]:
         before[position] = account.live
     most = []
     for first in range(count):
-        window = slice(first, first + plan.window)
-        more = sum(added[window])
-        during = max(excess[window], default=0)
+        near = slice(first, first + window)
+        more = sum(added[near])
+        during = max(excess[near], default=0)
         most.append(before[first] + more + during)
     return tuple(most[position] for position in positions)

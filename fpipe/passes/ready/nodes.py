@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...lowering.instructions import Add, Recv, Run, Send, Wait
 from ...lowering.keys import Grad, Key
@@ -127,7 +126,7 @@ def _positions(plan: Plan) -> list[int]:
 def _connect(plan: Plan, nodes: Sequence[Node]) -> None:
     """Enter for each node which nodes wait for it."""
     waits: list[set[int]] = [set() for _ in nodes]
-    last: dict[Any, int] = {}  # of each channel, and of each action
+    last: dict[object, int] = {}  # of each channel, and of each action
     earlier = before(plan.row)
     for place, node in enumerate(nodes):
         if node.channel is not None:

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar
 
 from ...lowering.builder import Builder
 from ...lowering.instruction import Instruction, Machine, Registers, StepFn
 from ...lowering.instructions import SEND_STEP, Send, Wait, step_of
 from ...lowering.keys import Key
-from ...lowering.plan import Feature, Plan
+from ...lowering.plan import Feature, Plan, Use
 from ...lowering.wired import WiredMessages
 from .bounds import bound
 from .nodes import Node, nodes_of
-from .running import steps_in_order
+from .running import Pending, steps_in_order
 from .window import default_window
 
 
@@ -85,7 +84,7 @@ class ReadyPlan(Plan):
     @cached_property
     def curve(self) -> tuple[int, ...]:
         """The most bytes held while the action of each instruction is the first not to have run."""
-        return bound(self)
+        return bound(self, self.nodes, self.window)
 
     @cached_property
     def draws(self) -> bool:
@@ -96,7 +95,7 @@ class ReadyPlan(Plan):
                 return True
         return False
 
-    chosen: ClassVar[Any] = steps_in_order
+    chosen = steps_in_order
 
     def __str__(self) -> str:
         head, *lines = super().__str__().split("\n")
@@ -117,7 +116,7 @@ class _Slots:
             if key not in self.of:
                 self.of[key] = len(self.of)
 
-    def place(self, ins: Instruction, use: Any) -> Instruction:
+    def place(self, ins: Instruction, use: Use) -> Instruction:
         """An instruction over slots."""
         ends, needed = use
         writes = []
@@ -151,7 +150,7 @@ class Take(Wait):
         writes = ins.writes
         key = (self.peer, self.number)
 
-        def step(r: Registers) -> Any:
+        def step(r: Registers) -> Pending:
             return (r.receives.pop(key) if fetch is None else post()), writes
 
         return step
@@ -172,8 +171,8 @@ def _lanes(plan: Plan, streams: int) -> dict[int, int]:
     """The stream of each message, by its instruction: one for each stage and fact, as far as there
     are streams.
     """
-    names: dict[tuple[type, int], dict[Any, None]] = {}
-    of: dict[int, tuple[tuple[type, int], Any]] = {}
+    names: dict[tuple[type, int], dict[tuple[int, bool], None]] = {}
+    of: dict[int, tuple[tuple[type, int], tuple[int, bool] | None]] = {}
     for number, ins in enumerate(plan.keyed):
         if isinstance(ins.op, Send) or type(ins.op) is Wait:
             channel = (type(ins.op), ins.op.peer)

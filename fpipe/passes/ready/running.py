@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ...collectives.group import Group, Tensors, Work
+from ...engine.execute import Executable
 from ...lowering.instruction import Registers, StepFn
 from ...lowering.instructions import Wait
-from .nodes import BODY, PLACED, SEND, WAIT
+from .nodes import BODY, PLACED, SEND, WAIT, Node
+
+#: A work to wait for, and the slots of its result.
+Pending: TypeAlias = tuple[Work, tuple[int, ...]]
 
 
 class _Receive(NamedTuple):
@@ -44,7 +48,7 @@ class _AnyOf(NamedTuple):
         return ()
 
 
-def steps_in_order(plan: Any, executable: Any, r: Registers) -> Iterator[tuple[int, StepFn]]:
+def steps_in_order(plan: Any, executable: Executable, r: Registers) -> Iterator[tuple[int, StepFn]]:
     """The steps of all nodes. Where draws continue the stream of the device, the order of the row
     is part of the result, and is kept.
     """
@@ -52,10 +56,10 @@ def steps_in_order(plan: Any, executable: Any, r: Registers) -> Iterator[tuple[i
         for number, step in chain(*executable.phases):
             yield number, partial(_at_once, step) if type(plan.keyed[number].op) is Wait else step
         return
-    yield from _Run(plan, executable.steps, executable.group, r).all()
+    yield from _Run(plan.nodes, plan.window, executable.steps, executable.group, r).all()
 
 
-def _at_once(step: StepFn, r: Registers) -> Any:
+def _at_once(step: StepFn, r: Registers) -> Pending | None:
     """Take a message that has arrived without a turn of another rank, as a row does."""
     work, writes = step(r)
     if not work.done():
@@ -72,9 +76,16 @@ class _Run:
     ``front`` is the first body or placed node that has not run.
     """
 
-    def __init__(self, plan: Any, steps: Sequence[StepFn], group: Group, r: Registers):
-        self.nodes = nodes = plan.nodes
-        self.window = plan.window
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        window: int,
+        steps: Sequence[StepFn],
+        group: Group,
+        r: Registers,
+    ):
+        self.nodes = nodes
+        self.window = window
         self.steps = steps
         self.group = group
         self.r = r

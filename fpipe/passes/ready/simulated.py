@@ -9,7 +9,7 @@ tensors.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import exp, inf
 from random import Random
@@ -21,7 +21,7 @@ from ...actions.broken_rules import stuck
 from ...actions.check import Inspection
 from ...actions.costs import Costs, number
 from ...actions.dependencies import Facts
-from ...actions.simulation import overlapped, steps_of_all
+from ...actions.simulation import Step, overlapped, steps_of_all
 from ...actions.timeline import Carried, Timeline
 from ...errors import ScheduleError
 from .window import before, check_window, default_window, unawaited
@@ -146,10 +146,11 @@ class _Run:
         present = facts.initial()
         self.computed = array("d", [0.0 if here else inf for here in present])
         self.delay = array("d", [1.0]) * facts.size
-        overlap: Any = costs.overlap
+        overlap = costs.overlap
         if not callable(overlap):
             overlap = costs.times(placement.stages).get("overlap")
-        self.overlap: Callable[..., Any] | None = None
+        self.overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None
+        self.overlap = None
         if overlap is not None:
             self.overlap = partial(overlapped, cast(Any, overlap), slices)
 
@@ -220,7 +221,11 @@ class _Run:
 
 
 def _parts(
-    facts: Facts, placement: Placement, steps: Sequence[Any], rank: int, action: AnyAction
+    facts: Facts,
+    placement: Placement,
+    steps: Sequence[Mapping[str, Sequence[Step]]],
+    rank: int,
+    action: AnyAction,
 ) -> Iterator[_Part]:
     """The parts of an action on a rank."""
     table = facts.table
