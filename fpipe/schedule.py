@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 from .actions import broken_rules
 from .actions.action import Action, Drawn, Fused, Placement, Row, Rows, joined, plain
 from .actions.check import Inspection, check_rows, inspect_rows
 from .actions.costs import Costs, as_costs
-from .actions.product import product
+from .actions.product import feature, product
 from .actions.routes import placement_of
 from .actions.simulation import simulate_rows
 from .actions.slices import sliced_rows
@@ -257,11 +258,14 @@ class Schedule:
         )
 
     # ---- work ----
-    def check(self, *, training: bool = True) -> Schedule:
+    def check(self, *, training: bool = True, window: int | None = None) -> Schedule:
         """Check every rule of dependence, and that no rank waits for ever.
 
         Args:
             training: False for schedules of forwards alone.
+            window: check also that ranks which run what is ready within a window of so many actions
+                never wait for ever, where a send waits until its receiver's window has the action
+                that reads the message.
 
         Returns:
             The schedule itself.
@@ -280,13 +284,29 @@ class Schedule:
                      ^^^
         """
         check_rows(self._inspection, training=training)
+        if window is not None:
+            feature("ready.blocking").check(self._inspection.schedule, window)
         return self
 
-    def simulate(self, costs: Costs | None = None) -> Timeline:
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        jitter: float = 0.0,
+        seed: int = 0,
+        order: Literal["row", "ready"] = "row",
+        window: int | None = None,
+    ) -> Timeline:
         """When each action would run, and what each rank would hold.
 
         Args:
             costs: what actions cost; by default 1 each for F, I and W.
+            jitter: how much times vary: each action and each message takes its cost times the
+                exponential of a normal draw with this standard deviation.
+            seed: of these draws. They are the same in both orders.
+            order: ``"row"``, or ``"ready"``: a rank runs what is ready within a window of its row.
+            window: the number of actions in the window of ``order="ready"``; by default those of as
+                many microbatches as there are ranks.
 
         Returns:
             A ``Timeline``.
@@ -297,7 +317,17 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
-        return simulate_rows(self._inspection, as_costs(costs), self.name)
+        if order == "row" and not jitter:
+            return simulate_rows(self._inspection, as_costs(costs), self.name)
+        return feature("ready.simulated").timeline(
+            self._inspection,
+            as_costs(costs),
+            self.name,
+            jitter=jitter,
+            seed=seed,
+            order=order,
+            window=window,
+        )
 
     def _repr_html_(self) -> str:
         """The picture that a notebook shows. F, I and W take 1 for all stages of a rank together. A

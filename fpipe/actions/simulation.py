@@ -27,7 +27,7 @@ from .timeline import Carried, Timeline
 #: - the time from the end of the action that provides this fact to its arrival;
 #: - the times to receive, to run and to send;
 #: - the offset of the first fact that the op provides, the only one that other stages wait for.
-_Step: TypeAlias = tuple[int, float, float, float, float, int]
+Step: TypeAlias = tuple[int, float, float, float, float, int]
 _Columns: TypeAlias = "tuple[array[float], ...]"
 _Times: TypeAlias = (
     "tuple[_Columns, _Columns, tuple[array[int], ...], tuple[tuple[Carried, ...], ...]]"
@@ -49,13 +49,13 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
         raise stuck(rows, stages, walked)
     sizes = costs.of_units("size", units, slices)
     facts = Facts(stages, units)
-    steps = _steps_of_all(facts, placement, costs, sizes, slices)
+    steps = steps_of_all(facts, placement, costs, sizes, slices)
     overlap_cost = costs.overlap
     if not callable(overlap_cost):
         overlap_cost = costs.times(stages).get("overlap")
     overlap = None
     if overlap_cost is not None:
-        overlap = partial(_overlapped, overlap_cost, slices)
+        overlap = partial(overlapped, overlap_cost, slices)
     if waves and not callable(overlap_cost):
         starts, ends, causes = waves.run(steps)
         carried = ()
@@ -82,7 +82,7 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
 def _run(
     rows: Sequence[Row],
     walked: Walk,
-    steps: Sequence[Mapping[str, Sequence[_Step]]],
+    steps: Sequence[Mapping[str, Sequence[Step]]],
     facts: Facts,
     overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None,
 ) -> _Times:
@@ -140,7 +140,7 @@ def _run(
     return starts, ends, causes, tuple(map(tuple, carried))
 
 
-def _overlapped(
+def overlapped(
     overlap: Predict | Sequence[float], slices: int, action: AnyAction, length: float, start: float
 ) -> tuple[float, Sequence[Carried]]:
     """The time of an action if ``overlap`` has a cost, and what the link carries meanwhile."""
@@ -157,9 +157,9 @@ def _overlapped(
     return (length if predicted is None else number("overlap", predicted)), ()
 
 
-def _steps_of_all(
+def steps_of_all(
     facts: Facts, placement: Placement, costs: Costs, sizes: Sequence[float], slices: int
-) -> list[dict[str, tuple[_Step, ...]]]:
+) -> list[dict[str, tuple[Step, ...]]]:
     """For each microbatch the steps of ops; computed once for each path, load and size."""
     paths = map(placement.path_index, range(facts.microbatches))
     loads = costs.of_units("load", facts.microbatches, slices)
@@ -173,7 +173,7 @@ def _steps_of_all(
 
 def _steps(
     facts: Facts, path: Sequence[int], costs: Costs, load: float, size: float
-) -> dict[str, tuple[_Step, ...]]:
+) -> dict[str, tuple[Step, ...]]:
     """op -> its step on each stage, for microbatches with this path, load and size."""
     stages = facts.stages
     table = facts.table
@@ -189,7 +189,7 @@ def _steps(
             return numbers[min(stage, stage + by)]
         return 0.0
 
-    def step(op: str, stage: int) -> _Step:
+    def step(op: str, stage: int) -> Step:
         kind, (needed, provided) = KINDS[op], table[op]
         source = kind.needs[-1][1]
         user = users.get(kind.provides[0], 0)

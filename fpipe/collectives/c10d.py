@@ -130,12 +130,12 @@ class C10dGroup(Group):
         return torch.device(self._device.type)
 
     # ---- messages ----
-    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+    def sender(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Sender:
         """Through shared memory, or with buffers that are kept until the send is done."""
         self._check_rank(src, "send")
         form = wire_format(specs)
         if self._memory is not None:
-            return self._memory.sender(form, dst)
+            return self._memory.sender(form, dst, stream)
         pg = self._group_of(src, dst)
         queue = self._sent[dst]
 
@@ -158,12 +158,14 @@ class C10dGroup(Group):
 
         return send
 
-    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
+    def receiver(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Receiver:
         """Through shared memory, messages need no buffer in advance."""
         self._check_rank(dst, "receive")
         form = wire_format(specs)
         if self._memory is not None:
-            return Receiver(partial(self._memory.recv, form, src), self._memory.fetcher(form, src))
+            memory = self._memory
+            fetch = memory.fetcher(form, src, stream)
+            return Receiver(partial(memory.recv, form, src, stream), fetch)
         pg = self._group_of(src, dst)
 
         def post() -> Work:
@@ -188,6 +190,13 @@ class C10dGroup(Group):
         if not self.strict:
             return post()
         return in_order(self._late[src], lambda: post().wait(), lambda _: False)
+
+    def wait_any(self, receives: Sequence[tuple[int, Work]]) -> None:
+        """In shared memory for all, over a backend for the first."""
+        if self._memory is not None:
+            self._memory.wait_any(receives)
+        else:
+            super().wait_any(receives)
 
     def _group_of(self, src: int, dst: int) -> dist.ProcessGroup:
         """The process group of messages in one direction."""

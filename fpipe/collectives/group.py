@@ -135,7 +135,8 @@ class Group(Protocol):
     Implementations derive from this class. ``size`` is the number of ranks. ``here`` are the ranks
     of this process: all of a local group, one of a distributed group. ``timeout`` is the longest
     time in seconds that a rank waits for another. ``at_once``: a send is complete when it returns,
-    so plans keep no buffer for it and contain no SETTLE. ``strict``: a send may block until its
+    so plans keep no buffer for it and contain no SETTLE. A group with ``at_once`` has three
+    ``streams`` in each channel. ``strict``: a send may block until its
     receive is posted, so plans post receives exactly where the schedule places them.
     """
 
@@ -150,16 +151,17 @@ class Group(Protocol):
         ...
 
     # ---- messages ----
-    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+    def sender(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Sender:
         """A function that sends a message, for a plan that sends many of one kind.
 
         The group keeps buffers alive. The tensors must not be changed until a send is done.
         ``specs`` are those that the receiver expects. A tensor with other strides is copied. One
-        with another shape or dtype is refused before anything is sent.
+        with another shape or dtype is refused before anything is sent. Each of the ``streams`` of a
+        channel has an order of its own.
         """
         ...
 
-    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
+    def receiver(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Receiver:
         """Functions that receive a message, for a plan that receives many of one kind."""
         ...
 
@@ -172,6 +174,13 @@ class Group(Protocol):
     def recv(self, specs: Specs, src: int, dst: int) -> Work:
         """Request the next message of a channel, perhaps long before it is needed."""
         return self.receiver(src, dst, specs).post()
+
+    def wait_any(self, receives: Sequence[tuple[int, Work]]) -> None:
+        """Return once one of several receives is done, each given with its sender.
+
+        A group that cannot wait for several waits for the first.
+        """
+        receives[0][1].wait()
 
     def settle(self, dst: int, count: int) -> None:
         """Release the buffers of the ``count`` oldest sends to a rank, which has received them, if

@@ -116,7 +116,7 @@ class LocalGroup(Group):
         self._devices = devices
         self._one_device = len(set(devices)) == 1
         #: For each channel the messages that were not received, and the requested receives.
-        self._channels: defaultdict[tuple[int, int], tuple[deque[Tensors], deque[Pending]]]
+        self._channels: defaultdict[tuple[int, int, int], tuple[deque[Tensors], deque[Pending]]]
         self._channels = defaultdict(lambda: (deque(), deque()))
         self._notes: dict[int, str] = {}
 
@@ -146,11 +146,11 @@ class LocalGroup(Group):
     def flush(self) -> None:
         """Do nothing: sends are complete when they return."""
 
-    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+    def sender(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Sender:
         """A function that puts a message into its channel, on the device of the receiver. The
         receiver checks it.
         """
-        put = self._channel(src, dst)[0].append
+        put = self._channel(src, dst, stream)[0].append
         if self._one_device:
             return put
         device = self._devices[dst]
@@ -158,9 +158,9 @@ class LocalGroup(Group):
         non_blocking = device.type != "cpu"
         return lambda tensors: put(tuple(t.to(device, non_blocking=non_blocking) for t in tensors))
 
-    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
+    def receiver(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Receiver:
         """Functions that take a message out of its channel, if it was sent."""
-        sent, _ = self._channel(src, dst)
+        sent, _ = self._channel(src, dst, stream)
         shape, stride, dtype = specs[0] if len(specs) == 1 else ((), (), torch.uint8)
         plain = len(specs) == 1 and not dtype.is_complex
 
@@ -184,9 +184,11 @@ class LocalGroup(Group):
         post = self.receiver(src, dst, specs).post
         return in_order(requested, lambda: post().wait(), lambda before: len(sent) > before)
 
-    def _channel(self, src: int, dst: int) -> tuple[deque[Tensors], deque[Pending]]:
+    def _channel(
+        self, src: int, dst: int, stream: int = 0
+    ) -> tuple[deque[Tensors], deque[Pending]]:
         check_channel(src, dst, self.size)
-        return self._channels[src, dst]
+        return self._channels[src, dst, stream]
 
     def reset(self) -> None:
         """Empty all channels."""

@@ -73,6 +73,8 @@ def execute(
     steps: Iterable[tuple[int, StepFn]]
     if watch is not None:
         steps = watch(bound, phase)
+    elif bound.plan.chosen is not None:
+        steps = bound.plan.chosen(bound, r)
     elif phase is None:
         steps = chain(*bound.phases)
     else:

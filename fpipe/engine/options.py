@@ -19,6 +19,7 @@ from .microbatches import Reduction
 from .request import Request
 
 Overlap: TypeAlias = Literal["weave", "sequential"]
+Order: TypeAlias = Literal["row", "ready"] | tuple[Literal["ready"], int]
 
 
 class Options(TypedDict, total=False):
@@ -38,11 +39,12 @@ class Options(TypedDict, total=False):
     overlap: Overlap
     dp: Copies | Group | None
     slices: int | None
+    order: Order
 
 
 #: Options that a pass owns: the name of each, and the pass in ``fpipe.passes``. Its function
 #: ``option(value)`` checks a value and returns an ``Option``.
-PASSES: dict[str, str] = {}
+PASSES: dict[str, str] = {"order": "ready.option"}
 
 
 class Option(Protocol):

@@ -64,7 +64,7 @@ class Run(Op):
             source = _DRAWING
         note = machine.group.notes(machine.rank)
         text = " ".join(filter(None, [str(ins.action), self.program.label]))
-        return _step(source, ins, run=run, note=note, text=text)
+        return step_of(source, ins, run=run, note=note, text=text)
 
 
 # ---- messages ----
@@ -85,7 +85,9 @@ class Send(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        return _step(_SEND, ins, send=machine.group.sender(machine.rank, self.peer, self.specs))
+        return step_of(
+            SEND_STEP, ins, send=machine.group.sender(machine.rank, self.peer, self.specs)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Wait(Recv):
         text = f"waiting for {content} from rank {self.peer}"
         post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs)
         if fetch is not None:
-            return _step(_WAIT, ins, fetch=fetch, post=post, note=note, text=text, writes=writes)
+            return step_of(_WAIT, ins, fetch=fetch, post=post, note=note, text=text, writes=writes)
         key = (self.peer, self.number)
 
         def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
@@ -202,7 +204,7 @@ def _copy(tensor: torch.Tensor, accumulate: torch.dtype | None) -> torch.Tensor:
 
 # ---- steps that are generated as source ----
 #: ``s`` are the slots of the registers ``r``. ``{reads}``, ``{free}`` and ``{writes}`` become
-#: slots; the other names are arguments of :func:`_step`.
+#: slots; the other names are arguments of :func:`step_of`.
 _PROGRAM = """
 box = [{reads}]
 {free}
@@ -210,7 +212,7 @@ note(text)
 {writes} = run(box)
 """
 _DRAWING = _PROGRAM.replace("run(box)", "run(r, box)")
-_SEND = """
+SEND_STEP = """
 send(({reads}))
 {free}
 """
@@ -223,7 +225,7 @@ if message is None:
 """
 
 
-def _step(body: str, ins: Instruction, **names: object) -> StepFn:
+def step_of(body: str, ins: Instruction, **names: object) -> StepFn:
     """The step of an instruction with this body, in which names have these values."""
     kept = tuple([slot >= 0 for slot in ins.writes])
     bind = _binder(body, tuple(names), len(ins.reads), len(ins.frees), kept)

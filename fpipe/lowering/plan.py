@@ -100,6 +100,9 @@ class Plan:
         """The most bytes held at once."""
         return max(self.curve, default=0)
 
+    #: A function of the executable and the registers that yields the steps in another order.
+    chosen: ClassVar[Any] = None
+
     def carried(self) -> tuple[int, ...]:
         """The slots that are filled before ``split`` and read after it."""
         read: dict[int, None] = {}

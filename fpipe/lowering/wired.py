@@ -31,6 +31,8 @@ class WiredMessages(Messages):
 
     def __init__(self, job: LoweringInput, rank: int):
         super().__init__(job, rank)
+        #: So many places before that of a message its sender may have left actions out.
+        self.lag = 0
         #: By receiving rank, of each send that is not settled: the place in the receiver's row
         #: where it has read the message.
         self.unsettled: dict[int, deque[int]] = {}
@@ -117,7 +119,7 @@ class WiredMessages(Messages):
         """
         unsettled = self.unsettled.get(peer)
         count = 0
-        while unsettled and unsettled[0] <= place:
+        while unsettled and unsettled[0] <= place - self.lag:
             unsettled.popleft()
             count += 1
         if count:

@@ -257,11 +257,11 @@ class FakeGroup(Group):
         check_channel(src, dst, self.size)
         return self._network.channels[self._epoch, src, dst]
 
-    def sender(self, src: int, dst: int, specs: Specs) -> Sender:
+    def sender(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Sender:
         """In lockstep a send returns only once its receive was posted."""
         return partial(self._send, src, dst, specs)
 
-    def receiver(self, src: int, dst: int, specs: Specs) -> Receiver:
+    def receiver(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Receiver:
         """A receive may be posted long before its message is sent."""
         return Receiver(partial(self._request, src, dst, specs))
 

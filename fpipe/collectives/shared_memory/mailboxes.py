@@ -31,11 +31,12 @@ from . import _native
 from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
 from .outbox import LANES, Board, Outbox, Peer
 
-#: The two lanes from one rank to another: messages of plans, and broadcasts, which a plan in phases
-#: sends before messages of an earlier phase are received.
-PLANS, SHARED = range(LANES)
+#: The lanes from one rank to another: messages of plans, and broadcasts, which a plan in phases
+#: sends before messages of an earlier phase are received. Each stream of a plan has a lane.
+PLANS, *_, SHARED = range(LANES)
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
+_GLANCE = 0.0002  #: seconds to sleep between two looks at several lanes
 _RETRY = 0.001  #: seconds between two attempts to write what is queued
 _CPU = torch.device("cpu")
 _CLOCK = time.perf_counter
@@ -139,16 +140,18 @@ class SharedMemory:
             _native.wake(writer.bell)
 
     # ---- receiving ----
-    def recv(self, form: WireFormat, src: int) -> Work:
+    def recv(self, form: WireFormat, src: int, kind: int = PLANS) -> Work:
         """Request the next message of a rank."""
         self._monitor.check()
-        return self._inboxes[src, PLANS].request(form)
+        return self._inboxes[src, kind].request(form)
 
-    def fetcher(self, form: WireFormat, src: int) -> Callable[[], Tensors | None]:
+    def fetcher(
+        self, form: WireFormat, src: int, kind: int = PLANS
+    ) -> Callable[[], Tensors | None]:
         """A function that returns the next message if it arrives within the time of polling, and no
         earlier one was requested and not read.
         """
-        inbox = self._inboxes[src, PLANS]
+        inbox = self._inboxes[src, kind]
         monitor = self._monitor
         poll = self._poll
         clock = _CLOCK
@@ -178,6 +181,25 @@ class SharedMemory:
         while not reader.has():
             if _CLOCK() >= end:
                 self._until(reader.has, src, "for a message from", sleep)
+
+    def wait_any(self, receives: Sequence[tuple[int, Work]]) -> None:
+        """Poll, then sleep for short times, until one of several receives is done."""
+        src, _ = receives[0]
+        reader = self._inboxes[src, PLANS].reader
+
+        def ready() -> bool:
+            return any(work.done() for _, work in receives)
+
+        def sleep() -> None:
+            if self._retry():
+                reader.sleep(_GLANCE)
+            else:
+                time.sleep(_RETRY)
+
+        end = _CLOCK() + self._poll
+        while not ready():
+            if _CLOCK() >= end:
+                self._until(ready, src, "for a message from", sleep)
 
     def refuse(self, src: int, nbytes: int) -> None:
         """Raise for a message that is not the one that this rank expects."""

@@ -23,7 +23,7 @@ _ENDED = slice(64, 68)  #: of the first page: not 0 once the rank has failed
 #: Of the same page, numbers of 64 bits: the digests of two calls, and how many were written.
 _DIGESTS = slice(128, 152)
 _COUNT = 2
-LANES = 2  #: from one rank to another
+LANES = 4  #: from one rank to another
 _PAUSE = 1e-4  #: seconds between two looks
 
 

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of a plan in the ready order, and which of them wait for which.
+
+A *node* is the body of an action, a send, the wait for a message, or an instruction that keeps its
+place in the row, such as a collective. A node waits for those that write what it reads, and, where
+it frees a slot, for those that read it. Bodies that provide the same fact of a stage keep their
+order, so gradients are added in the order of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...lowering.instructions import Add, Recv, Run, Send, Wait
+from ...lowering.keys import Grad, Key
+from ...lowering.plan import Plan
+from ...lowering.wired import Settle
+from .window import before, unawaited
+
+#: What a node is. One that is "placed" runs once all bodies before it have run.
+BODY, SEND, WAIT, PLACED = "body", "send", "wait", "placed"
+
+
+@dataclass
+class Node:
+    """Consecutive instructions that run together.
+
+    ``position`` is that of the action in the row, ``channel`` the peer and the stream of a message.
+    ``after`` are the nodes that wait for this one; ``missing`` is how many it waits for.
+    """
+
+    kind: str
+    position: int
+    steps: list[int] = field(default_factory=list)
+    channel: tuple[int, int] | None = None
+    after: list[int] = field(default_factory=list)
+    missing: int = 0
+    last: bool = False  # no other rank waits for it
+    message: int = -1  # of a wait: the instruction that waits, among ``steps``
+
+
+def nodes_of(plan: Plan, lanes: Mapping[int, int]) -> list[Node]:
+    """The nodes of a plan, in the order of its instructions. ``lanes`` has the stream of each
+    message, by its instruction.
+    """
+    made = _Made(plan)
+    waits: dict[int, Node] = {}
+    posts: dict[int, list[int]] = {}
+    for number, (ins, position) in enumerate(zip(plan.keyed, _positions(plan), strict=True)):
+        made.reach(position)
+        op = ins.op
+        if type(op) is Recv:
+            posts.setdefault(op.peer, []).append(number)
+        elif type(op) is Wait:
+            steps = [*posts.pop(op.peer, ()), number]
+            node = waits[op.peer] = made.add(WAIT, position, steps, (op.peer, lanes[number]))
+            node.message = number
+        elif isinstance(op, Settle):
+            waits[op.peer].steps.append(number)
+        elif isinstance(op, Send):
+            made.add(SEND, position, [number], (op.peer, lanes[number]))
+        elif type(op) in (Run, Add) and not getattr(ins.program, "collective", False):
+            made.act(position, number)
+        else:
+            made.add(PLACED, position, [number])
+    made.reach(len(plan.row))
+    _connect(plan, made.nodes)
+    return made.nodes
+
+
+class _Made:
+    """The nodes so far. ``of`` has those of each action that are bodies or placed."""
+
+    def __init__(self, plan: Plan):
+        self.row = plan.row
+        self.nodes: list[Node] = []
+        self.of: dict[int, Node] = {}
+        self.reached = 0
+
+    def add(
+        self, kind: str, position: int, steps: list[int], channel: tuple[int, int] | None = None
+    ) -> Node:
+        """A new node."""
+        last = kind == BODY and unawaited(self.row[position])
+        node = Node(kind, position, steps, channel, last=last)
+        self.nodes.append(node)
+        if kind in (BODY, PLACED):
+            self.of[position] = node
+        return node
+
+    def act(self, position: int, number: int) -> None:
+        """Add an instruction to the body of an action; behind one that is placed, it is, too."""
+        node = self.of.get(position)
+        if node is None:
+            node = self.add(BODY, position, [])
+        elif node.kind == PLACED:
+            node = self.add(PLACED, position, [])
+        node.steps.append(number)
+
+    def reach(self, position: int) -> None:
+        """Give each earlier action a node."""
+        for earlier in range(self.reached, position):
+            if earlier not in self.of:
+                self.add(BODY, earlier, [])
+        self.reached = max(self.reached, position)
+
+
+def _positions(plan: Plan) -> list[int]:
+    """The position of each instruction: of its action or, where that is another rank's, of the
+    next instruction.
+    """
+    own = {}
+    for place, action in enumerate(plan.row):
+        for part in action.parts:
+            own[part] = place
+    position = len(plan.row)
+    positions = []
+    for ins in reversed(plan.keyed):
+        if ins.action is not None and ins.action in own and type(ins.op) is not Wait:
+            position = own[ins.action]
+        positions.append(position)
+    return positions[::-1]
+
+
+def _connect(plan: Plan, nodes: Sequence[Node]) -> None:
+    """Enter for each node which nodes wait for it."""
+    waits: list[set[int]] = [set() for _ in nodes]
+    last: dict[object, int] = {}  # of each channel, and of each action
+    earlier = before(plan.row)
+    for place, node in enumerate(nodes):
+        if node.channel is not None:
+            name = (node.kind, node.channel)
+            if name in last:
+                waits[place].add(last[name])
+            last[name] = place
+        elif node.position < len(plan.row):
+            for one in earlier[node.position]:
+                waits[place].add(last[one])
+            last[node.position] = place
+    _connect_values(plan, nodes, waits)
+    for place, waited in enumerate(waits):
+        waited.discard(place)
+        nodes[place].missing = len(waited)
+        for one in waited:
+            nodes[one].after.append(place)
+
+
+def _connect_values(plan: Plan, nodes: Sequence[Node], waits: Sequence[set[int]]) -> None:
+    """A node waits for those that write what it reads; where it writes or frees a value, also for
+    those that read it. A program that reads a sum of gradients adds into it.
+    """
+    node_of = {number: place for place, node in enumerate(nodes) for number in node.steps}
+    written: dict[Key, int] = {}
+    read: dict[Key, set[int]] = {}
+    for number, ins in enumerate(plan.keyed):
+        if number not in node_of:
+            continue
+        place = node_of[number]
+        places, _ = plan.uses[number]
+        changed = list(ins.writes)
+        for key in ins.reads:
+            source, _ = key
+            if isinstance(source, Grad):
+                changed.append(key)
+        waited = waits[place]
+        for key in (*ins.reads, *ins.writes):
+            waited.add(written.get(key, place))
+        for key in changed:
+            waited.update(read.get(key, ()))
+        for end in places:
+            waited.update(read.get(ins.reads[end], ()))
+        for key in ins.reads:
+            read.setdefault(key, set()).add(place)
+        for key in changed:
+            written[key] = place
+            read[key] = set()

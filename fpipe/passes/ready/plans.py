@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a rank in the ready order.
+
+Each value has a slot of its own, so no order of a window overwrites one. Messages of a channel keep
+the order of the row; where the group has streams, those of each stage and fact do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+from ...lowering.builder import Builder
+from ...lowering.instruction import Instruction, Machine, Registers, StepFn
+from ...lowering.instructions import SEND_STEP, Send, Wait, step_of
+from ...lowering.keys import Key
+from ...lowering.plan import Feature, Plan, Use
+from ...lowering.wired import WiredMessages
+from .bounds import bound
+from .nodes import Node, nodes_of
+from .running import Pending, steps_in_order
+from .window import default_window
+
+
+@dataclass(frozen=True)
+class Ready(Feature):
+    """Makes a plan one in the ready order, where no send waits for its receiver."""
+
+    window: int | None = None
+
+    def start(self, builder: Builder) -> Feature:
+        job = builder.job
+        if job.strict:
+            return Feature()
+        schedule = job.schedule
+        window = self.window or default_window(schedule.rows, schedule.units)
+        if isinstance(builder.messages, WiredMessages):
+            # A message shows what its sender had run only outside of its window.
+            parts = 1
+            for row in schedule:
+                for action in row:
+                    parts = max(parts, len(action.parts))
+            builder.messages.lag = window * parts
+        return _OnRank(builder, window)
+
+
+class _OnRank(Feature):
+    def __init__(self, builder: Builder, window: int):
+        self.builder = builder
+        self.window = window
+
+    def complete(self, plan: Plan) -> Plan:
+        given = {one.name: getattr(plan, one.name) for one in fields(Plan)}
+        streams = 1 if plan.wired else STREAMS
+        lanes = _lanes(plan, streams)
+        nodes = nodes_of(plan, lanes)
+        instructions = tuple(_instructions(plan, lanes))
+        slots = _Slots(plan)
+        given["instructions"] = tuple(map(slots.place, instructions, plan.uses))
+        given["slots"] = len(slots.of)
+        given["feeds"] = {key: slots.of[key] for key in plan.feeds}
+        given["results"] = {key: slots.of[key] for key in plan.results}
+        return ReadyPlan(
+            **given,
+            window=self.window,
+            nodes=tuple(nodes),
+        )
+
+
+#: The streams of messages from one rank to another, in groups whose sends are complete at once.
+STREAMS = 3
+
+
+@dataclass(frozen=True)
+class ReadyPlan(Plan):
+    """A plan whose actions may run out of order, within ``window`` of them. ``peak`` is the most
+    bytes that any such order holds.
+    """
+
+    window: int = 1
+    nodes: tuple[Node, ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def curve(self) -> tuple[int, ...]:
+        """The most bytes held while the action of each instruction is the first not to have run."""
+        return bound(self, self.nodes, self.window)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a program draws random numbers."""
+        for ins in self.instructions:
+            program = ins.program
+            if program is not None and program.random:
+                return True
+        return False
+
+    chosen = steps_in_order
+
+    def __str__(self) -> str:
+        head, *lines = super().__str__().split("\n")
+        return "\n".join([f"{head} in any order of {self.window} actions", *lines])
+
+
+# ---- slots ----
+class _Slots:
+    """One slot for each key."""
+
+    def __init__(self, plan: Plan):
+        self.of: dict[Key, int] = {}
+        keys: list[Key] = [*plan.feeds]
+        for ins in plan.keyed:
+            keys += ins.writes
+        keys += plan.results
+        for key in keys:
+            if key not in self.of:
+                self.of[key] = len(self.of)
+
+    def place(self, ins: Instruction, use: Use) -> Instruction:
+        """An instruction over slots."""
+        ends, needed = use
+        writes = []
+        for key, later in zip(ins.writes, needed, strict=True):
+            writes.append(self.of[key] if later else -1)
+        reads = tuple(self.of[key] for key in ins.reads)
+        frees = tuple(reads[place] for place in ends)
+        return Instruction(ins.op, ins.action, reads, tuple(writes), frees)
+
+
+# ---- messages ----
+@dataclass(frozen=True, slots=True)
+class InStream(Send):
+    """SEND in a stream of its channel."""
+
+    stream: int = 0
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        send = machine.group.sender(machine.rank, self.peer, self.specs, self.stream)
+        return step_of(SEND_STEP, ins, send=send)
+
+
+@dataclass(frozen=True, slots=True)
+class Take(Wait):
+    """WAIT, whose step returns the receive without waiting."""
+
+    stream: int = 0
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs, self.stream)
+        writes = ins.writes
+        key = (self.peer, self.number)
+
+        def step(r: Registers) -> Pending:
+            return (r.receives.pop(key) if fetch is None else post()), writes
+
+        return step
+
+
+def _instructions(plan: Plan, lanes: Mapping[int, int]) -> Iterator[Instruction]:
+    """The instructions over keys, with messages in streams."""
+    for number, ins in enumerate(plan.keyed):
+        op = ins.op
+        if type(op) is Send:
+            op = InStream(op.peer, op.specs, lanes[number])
+        elif type(op) is Wait:
+            op = Take(op.peer, op.number, op.specs, lanes[number])
+        yield ins._replace(op=op)
+
+
+def _lanes(plan: Plan, streams: int) -> dict[int, int]:
+    """The stream of each message, by its instruction: one for each stage and fact, as far as there
+    are streams.
+    """
+    names: dict[tuple[type, int], dict[tuple[int, bool], None]] = {}
+    of: dict[int, tuple[tuple[type, int], tuple[int, bool] | None]] = {}
+    for number, ins in enumerate(plan.keyed):
+        if isinstance(ins.op, Send) or type(ins.op) is Wait:
+            channel = (type(ins.op), ins.op.peer)
+            name = None
+            if ins.action is not None:
+                stage, op, _ = ins.action
+                name = (stage, op == "F")
+                known = names.setdefault(channel, {})
+                known[name] = None
+            of[number] = channel, name
+    lanes = {}
+    for number, (channel, name) in of.items():
+        lanes[number] = 0
+        if name is not None:
+            in_order = sorted(names[channel])
+            place = in_order.index(name)
+            lanes[number] = place % streams
+    return lanes

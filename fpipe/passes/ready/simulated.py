@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a schedule whose times vary at random, in the order of its rows or in the ready
+order.
+
+Ranks start actions in the order of time, so that each knows what has arrived. Nothing here knows
+tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import exp, inf
+from random import Random
+from typing import Any, NamedTuple, cast
+
+from ...actions.action import AnyAction, Placement, Row
+from ...actions.action_kinds import KINDS
+from ...actions.broken_rules import stuck
+from ...actions.check import Inspection
+from ...actions.costs import Costs, number
+from ...actions.dependencies import Facts
+from ...actions.simulation import Step, overlapped, steps_of_all
+from ...actions.timeline import Carried, Timeline
+from ...errors import ScheduleError
+from .window import before, check_window, default_window, unawaited
+
+ORDERS = "row", "ready"
+
+
+def timeline(
+    inspected: Inspection,
+    costs: Costs,
+    name: str,
+    *,
+    jitter: float,
+    seed: int,
+    order: str,
+    window: int | None,
+) -> Timeline:
+    """The timeline; its rows are in the order in which they ran."""
+    rows, placement, units, slices = inspected.schedule
+    if order not in ORDERS:
+        raise ScheduleError(f"order={order!r:.80}; give 'row' or 'ready'", rule="order")
+    if inspected.walk.blocked:
+        raise stuck(rows, placement.stages, inspected.walk)
+    if order == "row":
+        width = 1
+    elif window is None:
+        width = default_window(rows, units)
+    else:
+        width = check_window(window)
+    run = _Run(inspected, costs, number("jitter", jitter), seed)
+    for rank in run.ranks:
+        rank.window = width
+    run.all()
+    sizes = costs.of_units("size", units, slices)
+    return Timeline(
+        tuple(tuple(rank.row[position] for position in rank.order) for rank in run.ranks),
+        tuple(rank.starts for rank in run.ranks),
+        tuple(rank.ends for rank in run.ranks),
+        placement,
+        units,
+        tuple(rank.causes for rank in run.ranks),
+        memory=costs.memory(placement.stages),
+        boundary=costs.spread("boundary", placement.stages - 1),
+        name=name,
+        unit=costs.unit,
+        carried=tuple(tuple(rank.carried) for rank in run.ranks),
+        sizes=sizes if set(sizes) != {1.0} else (),
+    )
+
+
+class _Part(NamedTuple):
+    """A part of an action: the facts that it needs, with the time of the last one's message; how
+    long it receives, runs and sends; the facts that it provides, and the rank that gets the first.
+    """
+
+    needs: Sequence[int]
+    travel: float
+    receive: float
+    length: float
+    send: float
+    provides: Sequence[int]
+    to: int | None
+
+
+class _Rank:
+    """The state of one rank: the actions that wait for no other action of the row, and what ran."""
+
+    def __init__(self, row: Row, parts: list[list[_Part]], random: Random, jitter: float):
+        self.row = row
+        self.parts = parts
+        self.window = 1
+        #: By position: factors of the time of the action, and of the time of its messages.
+        self.factors = []
+        for _ in row:
+            of_action = exp(random.gauss(0, jitter))
+            of_message = exp(random.gauss(0, jitter))
+            self.factors.append((of_action, of_message))
+        self.after: list[list[int]] = [[] for _ in row]
+        self.missing = [0] * len(row)
+        for position, earlier in enumerate(before(row)):
+            self.missing[position] = len(earlier)
+            for one in earlier:
+                self.after[one].append(position)
+        self.open = [position for position, count in enumerate(self.missing) if not count]
+        self.last = [unawaited(action) for action in row]
+        self.done = bytearray(len(row) + 1)
+        self.first = 0
+        self.clock = 0.0
+        self.order: list[int] = []
+        self.starts, self.ends, self.causes = array("d"), array("d"), array("q")
+        self.carried: list[Carried] = []
+
+    def ran(self, position: int) -> None:
+        """Record that an action ran."""
+        self.order.append(position)
+        self.open.remove(position)
+        self.done[position] = 1
+        while self.done[self.first]:
+            self.first += 1
+        for later in self.after[position]:
+            self.missing[later] -= 1
+            if not self.missing[later]:
+                self.open.append(later)
+
+
+class _Run:
+    """A run of all ranks. ``computed`` has for each fact when it was, ``delay`` the factor of its
+    message's time.
+    """
+
+    def __init__(self, inspected: Inspection, costs: Costs, jitter: float, seed: int):
+        rows, placement, units, slices = inspected.schedule
+        self.facts = facts = Facts(placement.stages, units)
+        sizes = costs.of_units("size", units, slices)
+        steps = steps_of_all(facts, placement, costs, sizes, slices)
+        random = Random(seed)
+        parts = partial(_parts, facts, placement, steps)
+        self.ranks = []
+        for rank, row in enumerate(rows):
+            of_row = [list(parts(rank, action)) for action in row]
+            self.ranks.append(_Rank(row, of_row, random, jitter))
+        present = facts.initial()
+        self.computed = array("d", [0.0 if here else inf for here in present])
+        self.delay = array("d", [1.0]) * facts.size
+        overlap = costs.overlap
+        if not callable(overlap):
+            overlap = costs.times(placement.stages).get("overlap")
+        self.overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None
+        self.overlap = None
+        if overlap is not None:
+            self.overlap = partial(overlapped, cast(Any, overlap), slices)
+
+    def all(self) -> None:
+        """Run all actions, in the order of time."""
+        best = [self._best(rank) for rank in self.ranks]
+        while True:
+            number = min(range(len(best)), key=lambda n: best[n][0])
+            start, _, position, waited = best[number]
+            if start == inf:
+                return
+            rank = self.ranks[number]
+            self._start(rank, position, start, waited)
+            changed = {number}
+            for part in rank.parts[position]:
+                if part.to is not None:
+                    changed.add(part.to)
+            for one in changed:
+                best[one] = self._best(self.ranks[one])
+
+    def _best(self, rank: _Rank) -> tuple[float, bool, int, int]:
+        """When a rank can start its next action, whether others come before it, its position, and
+        the fact that it waits for.
+        """
+        best = (inf, True, 0, -1)
+        for position in rank.open:
+            if position >= rank.first + rank.window:
+                continue
+            time = rank.clock
+            waited = -1
+            for part in rank.parts[position]:
+                *own, last = part.needs
+                for fact in own:
+                    if self.computed[fact] == inf:
+                        time = inf
+                travel = part.travel * self.delay[last]
+                at = self.computed[last] + travel
+                if at > time:
+                    time = at
+                    waited = last
+            best = min(best, (time, rank.last[position], position, waited))
+        return best
+
+    def _start(self, rank: _Rank, position: int, start: float, waited: int) -> None:
+        """Run an action."""
+        action = rank.row[position]
+        parts = rank.parts[position]
+        factor, delay = rank.factors[position]
+        length = 0.0
+        send = 0.0
+        for part in parts:
+            start += part.receive
+            length += part.length
+            send += part.send
+        if self.overlap is not None:
+            length, beside = self.overlap(action, length, start)
+            rank.carried += beside
+        end = start + length * factor
+        rank.starts.append(start)
+        rank.ends.append(end)
+        rank.causes.append(waited)
+        rank.clock = end + send
+        for part in parts:
+            for fact in part.provides:
+                self.computed[fact] = end
+                self.delay[fact] = delay
+        rank.ran(position)
+
+
+def _parts(
+    facts: Facts,
+    placement: Placement,
+    steps: Sequence[Mapping[str, Sequence[Step]]],
+    rank: int,
+    action: AnyAction,
+) -> Iterator[_Part]:
+    """The parts of an action on a rank."""
+    table = facts.table
+    for stage, op, at in action.parts:
+        _, travel, receive, length, send, _ = steps[at][op][stage]
+        needed, provided = table[op]
+        place = stage * facts.microbatches + at
+        to = _reader(placement.path(at), stage, KINDS[op].provides[0])
+        yield _Part(
+            [place + offset for offset in needed],
+            travel,
+            receive,
+            length,
+            send,
+            [place + offset for offset in provided],
+            None if to == rank else to,
+        )
+
+
+def _reader(path: Sequence[int], stage: int, fact: str) -> int | None:
+    """The rank of the other stage that reads a fact; None: no other stage does."""
+    users = {need: -by for kind in KINDS.values() for need, by in kind.needs if by}
+    reader = stage + users.get(fact, 0)
+    if fact not in users or not 0 <= reader < len(path):
+        return None
+    return path[reader]
