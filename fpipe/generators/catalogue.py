@@ -14,6 +14,7 @@ from os import PathLike
 from typing import NamedTuple
 
 from ..actions.dependencies import uncollected
+from ..actions.product import feature
 from ..schedule import Schedule
 from .refusals import no_source, too_large, unknown_name, wrong_count, wrong_stages
 from .sources import Source, called, make_registered, read_schedule, returned
@@ -150,7 +151,7 @@ def make_schedule(
         names = (*schedule_names(), *ALIASES)
         raise unknown_name(name, {key(known): known for known in names})
     if replicas is not None:
-        of_stages = import_module(f"{__package__}.replicas")
+        of_stages = feature("replicas")
         copies = of_stages.checked(replicas, ranks, stages)
         stages = len(copies)
         if stages < ranks:

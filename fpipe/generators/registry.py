@@ -6,9 +6,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import TypeVar, overload
 
+from ..actions.product import feature
 from ..schedule import Schedule
 from .catalogue import ENTRIES, Entry, key
 from .refusals import refuse_name
@@ -24,7 +24,7 @@ def with_replicas(
     times: Sequence[float],
 ) -> Schedule:
     """See ``replicas.replicated``."""
-    make = import_module(f"{__package__}.replicas").replicated
+    make = feature("replicas").replicated
     return make(name, groups, copies, microbatches, times)
 
 

@@ -29,8 +29,8 @@ from typing import NamedTuple
 from ..actions.action import Action, Placement
 from ..actions.action_kinds import Op
 from ..errors import ScheduleError
+from ..generators.refusals import too_large
 from ..schedule import Schedule
-from .refusals import too_large
 
 
 class Rule(NamedTuple):
