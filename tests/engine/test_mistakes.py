@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "parameters of numpy": (
         lambda: step(params=(np.eye(4, dtype="float32"),) * 2),
-        r"numpy\.ndarray; pass torch\.as_tensor",
+        r"params\[0\] is a ndarray.*torch\.from_numpy",
     ),
     "modules as parameters": (
         lambda: step((called, called), (nn.Linear(4, 4), nn.Linear(4, 4))),

@@ -547,11 +547,11 @@ def test_compare_shows_progress_on_a_terminal(
     monkeypatch.setenv("TERM", "xterm")
     real = comparison.make_schedule
 
-    def slow(*args: object) -> Schedule:
+    def slow(*args: object, **keywords: object) -> Schedule:
         end = time.monotonic() + 30
         while time.monotonic() < end and "comparing schedules" not in screen.getvalue():
             time.sleep(0.01)
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(comparison, "make_schedule", slow)
     assert cli.main(["compare", "-p", "2", "-m", "4", "--only", "1F1B"]) == 0
