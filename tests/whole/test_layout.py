@@ -71,7 +71,8 @@ PACKAGES = {
     "passes": Entry(
         "features that most pipelines do not use",
         "products",
-        "actions collectives devices engine errors generators lowering programs schedule stage tree",
+        "actions collectives devices engine errors generators lowering programs schedule "
+        "stage tree",
     ),
     "transforms": Entry(
         "gradient transforms, (init, update)",
