@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -243,32 +244,31 @@ def test_a_predicted_cost_of_each_action(every_schedule_is_large) -> None:
 
 
 # ---- what large schedules cost ----
+# The peak of getrusage would be the parent's where that was larger before the fork.
 SCRIPT = """
-import resource, sys, time
+import re
+from pathlib import Path
 from fpipe import make_schedule
-begin = time.process_time()
 schedule = make_schedule({name!r}, {ranks}, {microbatches})
 total = schedule.check().simulate().total
-seconds = time.process_time() - begin
-print(total, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+print(total, int(peak[1]) / 2**20)
 assert schedule._inspection.waves
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "total", "seconds"), [("1F1B", 6909.0, 0.4), ("ZBVZeroBubble", 12543.0, 1.0)]
-)
-def test_a_million_actions(name: str, total: float, seconds: float) -> None:
-    """Twice the time that an idle machine may take: others work on this one."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read in /proc")
+@pytest.mark.parametrize(("name", "total"), [("1F1B", 6909.0), ("ZBVZeroBubble", 12543.0)])
+def test_a_million_actions(name: str, total: float) -> None:
+    """They are checked and simulated as columns, in less than half a GiB."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(name=name, ranks=256, microbatches=2048)],
         capture_output=True,
         text=True,
         check=True,
     )
-    found, took, gigabytes = map(float, done.stdout.split())
+    found, gigabytes = map(float, done.stdout.split())
     assert found == total
-    assert took < 2 * seconds
     assert gigabytes < 0.5
 
 
