@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -68,7 +69,7 @@ class TracedKind:
         device = config.group.device(rank)
         stages = request.schedule.placement.stages_of(rank)
         programs = {stage: self.programs[stage, device] for stage in stages}
-        return ProgramSet(self.value_graph(), programs, self.loss)
+        return ProgramSet(self.graph, programs, self.loss)
 
     def local(self, stage: int) -> Programs | None:
         """The programs of a stage on any device; None if it is on another process."""
@@ -80,7 +81,8 @@ class TracedKind:
         assert programs is not None
         return feature("slices").parted(programs.outputs.y)[1].as_input()
 
-    def value_graph(self) -> ValueGraph:
+    @cached_property
+    def graph(self) -> ValueGraph:
         """How values pass between stages, and to the loss or the caller. All stages are traced."""
         batch = self.kind[0].tensors
         if self.loss is not None:

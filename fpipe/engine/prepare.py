@@ -215,7 +215,7 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     # carries are known only to the processes of their stages, so carries need a round in any case,
     # and one more after each that changed something.
     again = config.carries
-    while again or any(kind.value_graph().lacks_cotangents() for kind in traced):
+    while again or any(kind.graph.lacks_cotangents() for kind in traced):
         traced, changed = exchange(config, partial(unused.cut, config, request), traced)
         again = config.carries and changed
     return traced

@@ -38,7 +38,7 @@ def lacking(kind: TracedKind, after: TracedKind | None) -> tuple[int, frozenset[
     Carries are outputs of the stages of this process, whose gradients the slice ``after``
     computes.
     """
-    graph = kind.value_graph()
+    graph = kind.graph
     for stage in reversed(range(len(kind.interfaces))):
         unused = graph.unused(stage)
         carries = _unused_carries(kind, stage, after)

@@ -217,10 +217,10 @@ class Builder:
         """
         sends = [(part, sending) for part in parts for sending in self._sendings_of(part)]
         last = {index: place for place, (index, *_) in enumerate(pieces, 1)}  # piece of each part
-        sends = self._send(sends)  # what waits for no program: values that the caller passed
+        sends = sends and self._send(sends)  # what waits for no program: values of the caller
         for place, (index, part, programs, stage, program) in enumerate(pieces, 1):
             self.run(part, programs, program, stage)
-            sends = self._send(sends)
+            sends = sends and self._send(sends)
             if place == last[index]:
                 self._end(part)
         assert not sends

@@ -160,7 +160,7 @@ def _expected(config: Config, request: Request, kind: Kind, seen: Sequence[Seen]
             traced = trace_stage(config, request, traced, None, stage, unused)
     if config.loss is not None:
         traced = replace(traced, loss=loss_programs(config, request, traced))
-    lacking = request.mode != "forward" and traced.value_graph().lacks_cotangents()
+    lacking = request.mode != "forward" and traced.graph.lacks_cotangents()
     if traced.interfaces != interfaces or lacking:
         raise UnexpectedError
     return traced
