@@ -62,6 +62,8 @@ def main(
                     f"case {number} {found.kind}: {found.text[:300]}", markup=False, soft_wrap=True
                 )
             progress.update(task, description=_listed(counts))
+            if not progress.console.is_terminal and counts.total() % 500 == 0:
+                click.echo(f"{time.monotonic() - began:.0f} s: {_listed(counts)}")
     total, minutes = counts.total(), (time.monotonic() - began) / 60
     click.echo(f"{total} cases, {total / minutes:.0f} a minute: " + _listed(counts))
     if reasons:

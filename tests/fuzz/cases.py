@@ -29,6 +29,7 @@ ONE = (
 )
 SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "Overlapped1F1B")
 FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV", "Hanayo")
+REPLICATED = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P")
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,10 @@ def random_case(seed: int) -> Case:
     bodies, stages = model.bodies, len(model.bodies)
     name, ranks, count = _random_schedule(draw, model)
     features = _fitting(model, drawn(draw, PIPELINE))
+    replicas = features.pop("replicas", ())
+    if replicas and name in REPLICATED and ranks == stages and not model.stateful:
+        copies = [replicas[stage % len(replicas)] for stage in range(stages)]
+        name, ranks = f"{name} on {','.join(map(str, copies))}", sum(copies)
     frozen = [f"{s}" for s in range(stages) if draw.random() < 0.03 and bodies[s].shapes]
     if "frozen_leaf" in features:
         frozen += [
@@ -217,11 +222,22 @@ def _random_schedule(draw: random.Random, model: Model) -> tuple[str, int, int]:
             return name, ranks, count
 
 
+def made(
+    name: str, ranks: int, microbatches: int, *, stages: int, slices: int = 1
+) -> fpipe.Schedule:
+    """The schedule of a name; ``"1F1B on 2,1"`` has two copies of its first stage."""
+    name, _, copies = name.partition(" on ")
+    replicas = [int(k) for k in copies.split(",")] if copies else None
+    return fpipe.make_schedule(
+        name, ranks, microbatches, stages=stages, slices=slices, replicas=replicas
+    )
+
+
 @cache
 def fits(name: str, ranks: int, microbatches: int, stages: int) -> bool:
     """Whether there is such a schedule."""
     try:
-        fpipe.make_schedule(name, ranks, microbatches, stages=stages)
+        made(name, ranks, microbatches, stages=stages)
     except fpipe.errors.ScheduleError:
         return False
     return True

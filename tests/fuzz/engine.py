@@ -18,13 +18,14 @@ from .cases import (
     Call,
     Case,
     batch_of,
+    made,
     parameters_of,
     random_case,
     states_of,
 )
 from .compare import difference, nearly, same_bits, within_error
 from .features import SETTINGS
-from .oracle import Expected, Given, expected
+from .oracle import Expected, Given, expected, one_stage_a_rank
 from .session import DifferenceError, Ran, sessions
 
 
@@ -62,9 +63,7 @@ def _fails_plainly(case: Case) -> bool:
     count = len(case.model.bodies)
     params, states = parameters_of(case), states_of(case)
     for number, call in enumerate(case.calls):
-        schedule = fpipe.make_schedule(
-            "GPipe", 1, call.microbatches, stages=count, slices=case.slices
-        )
+        schedule = made("GPipe", 1, call.microbatches, stages=count, slices=case.slices)
         batches = [batch_of(case, call, number, copy) for copy in range(case.copies)]
         given = [Given(params, batch, None, states) for batch in batches]
         try:
@@ -94,7 +93,7 @@ def _run(case: Case, folder: Path) -> Outcome:
 def _compared(case: Case, call: Call, copies: Sequence[Ran], others: Sequence[Ran]) -> Outcome:
     """What became of a call."""
     first = copies[0]
-    schedule = fpipe.make_schedule(
+    schedule = made(
         first.schedule,
         first.ranks,
         call.microbatches,
@@ -154,9 +153,10 @@ def _transposes(case: Case) -> bool:
 
 def _replicated(schedule: fpipe.Schedule) -> bool:
     """Whether a stage is on two ranks, whose gradients are added last: no other schedule has that
-    order of sums.
+    order of sums. With ``replicas=`` they are added in the order of microbatches.
     """
-    return any(len(schedule.placement.ranks_of(stage)) > 1 for stage in range(schedule.stages))
+    several = any(len(schedule.placement.ranks_of(stage)) > 1 for stage in range(schedule.stages))
+    return several and not one_stage_a_rank(schedule)
 
 
 def _other(case: Case) -> tuple[str, int]:

@@ -32,6 +32,9 @@ PIPELINE: Table = {
     # how gradients of microbatches are added
     "accumulate": (0.15, (torch.float64, torch.float32, torch.bfloat16)),
     "overlap": (0.15, ("sequential",)),
+    "order": (0.25, ("ready", ("ready", 2), ("ready", 5))),
+    # stages on several ranks: their numbers of ranks, in turns
+    "replicas": (0.3, ((2, 1), (1, 3), (3, 1, 2), (2,))),
     # what parameters are
     "leaves": (0.3, ("requires a gradient", "parameter", "transposed", "flat buffer", "tuple")),
     # how stages get their first state

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import optree
@@ -335,7 +336,7 @@ def _total(losses: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
 
 def _order(schedule: fpipe.Schedule, stage: int) -> list[list[int]]:
     """By replica of a stage: the slices in the order in which the schedule runs their weight
-    gradients.
+    gradients. With ``replicas=`` one sum in the order of microbatches.
     """
     rows: list[list[int]] = []
     for rank in schedule.placement.ranks_of(stage):
@@ -346,7 +347,14 @@ def _order(schedule: fpipe.Schedule, stage: int) -> list[list[int]]:
             if part.stage == stage and part.op in "BW"
         ]
         rows += [order] if order else []
+    if len(rows) > 1 and one_stage_a_rank(schedule):
+        return [sorted(chain(*rows), key=lambda unit: unit // schedule.slices)]
     return rows
+
+
+def one_stage_a_rank(schedule: fpipe.Schedule) -> bool:
+    """Whether no rank has two stages, as in schedules with ``replicas=`` and unlike DualPipe."""
+    return all(len(schedule.placement.stages_of(rank)) == 1 for rank in range(schedule.ranks))
 
 
 def _accumulated(

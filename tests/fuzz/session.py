@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import fpipe
 
-from .cases import LOSSES, Call, Case, batch_of, parameters_of, stages_of, states_of, weight
+from .cases import LOSSES, Call, Case, batch_of, made, parameters_of, stages_of, states_of, weight
 from .features import SETTINGS
 from .models import tensors_of
 from .oracle import Expected, Given, leaves_of, map_leaves
@@ -115,7 +116,7 @@ def _pipeline(case: Case, process: Process, names: tuple[str, int]) -> fpipe.Pip
     features, model = case.features, case.model
     options: dict[str, Any] = {
         name: features[name]
-        for name in ("accumulate", "overlap", "slices", "outputs")
+        for name in ("accumulate", "order", "overlap", "slices", "outputs")
         if name in features
     }
     if model.loss:
@@ -139,9 +140,10 @@ def _pipeline(case: Case, process: Process, names: tuple[str, int]) -> fpipe.Pip
         stages, frozen = _frozen_by_stage(stages, frozen)
     if "tied_by_stage" in features:
         stages, tied = _tied_by_stage(stages, tied), ()
+    schedule = partial(made, names[0], stages=len(stages), slices=case.slices)
     return fpipe.pipeline(
         stages,
-        names[0],
+        schedule if " on " in names[0] else names[0],
         group=fpipe.local(names[1]) if process.rank is None else process.rank,
         frozen=frozen,
         tied=tied,

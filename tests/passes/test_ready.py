@@ -116,6 +116,19 @@ def test_bits_of_random_pipelines(seed):
         assert same(fpipe.testing.run(fn, ranks=ranks, order="buffered", seed=delivery), want)
 
 
+@pytest.mark.parametrize("window", [1, 5])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZBH2"])
+def test_bits_with_replicas(name, window):
+    """The sum of a stage goes from copy to copy in the order of microbatches."""
+    schedule = fpipe.make_schedule(name, ranks=5, microbatches=6, replicas=(2, 1, 2))
+    want = results(fpipe.local(5), schedule)
+    order = ("ready", window)
+    assert same([results(fpipe.local(5), schedule, order=order)], want)
+    fn = partial(results, schedule=schedule, order=order)
+    for delivery in range(3):
+        assert same(fpipe.testing.run(fn, ranks=5, order="buffered", seed=delivery), want)
+
+
 def test_draws():
     """With a seed actions run out of order; without, draws continue one stream and keep theirs."""
     schedule = fpipe.make_schedule("ZBV", ranks=2, microbatches=4)

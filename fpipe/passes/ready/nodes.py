@@ -60,10 +60,14 @@ def nodes_of(plan: Plan, lanes: Mapping[int, int]) -> list[Node]:
             waits[op.peer].steps.append(number)
         elif isinstance(op, Send):
             made.add(SEND, position, [number], (op.peer, lanes[number]))
-        elif type(op) in (Run, Add) and not getattr(ins.program, "collective", False):
-            made.act(position, number)
-        else:
+        elif (
+            type(op) not in (Run, Add)
+            or position == len(plan.row)
+            or getattr(ins.program, "collective", False)
+        ):
             made.add(PLACED, position, [number])
+        else:
+            made.act(position, number)
     made.reach(len(plan.row))
     _connect(plan, made.nodes)
     return made.nodes
