@@ -29,7 +29,7 @@ from ._store import backends as backends_of, set_timeout
 from .agreement import Agreement, Reduced
 from .bounded import of_group, within
 from .capabilities import Capabilities, reduction, sending
-from .faults import FaultMonitor
+from .faults import FaultMonitor, hang_up
 from .group import (
     Facts,
     Group,
@@ -400,6 +400,8 @@ class C10dGroup(Group):
         self._monitor.failed(error)
         if self._memory is not None:
             self._memory.fail()
+        elif self._blocking:
+            hang_up(self.pg, self._back)
 
     def close(self) -> None:
         """End the journal's thread; the process group belongs to torch.distributed."""

@@ -15,7 +15,8 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -301,6 +302,21 @@ def give_up(error: FpipeError) -> None:
     )
     os.write(2, line.encode())
     os._exit(1)
+
+
+def hang_up(*groups: dist.ProcessGroup) -> None:
+    """Close the connections of this rank over gloo, so that a rank that waits for it learns at once
+    that it failed.
+
+    gloo closes them when a wait is late: here for a message that no rank sends.
+    """
+    for pg in groups:
+        if backends(pg).get("cpu") != "gloo":
+            continue
+        for peer in range(pg.size()):
+            with suppress(RuntimeError):
+                never = torch.empty(1, device="cpu")
+                pg.recv([never], peer, _PROBE).wait(timedelta(milliseconds=1))
 
 
 def watched(name: str) -> Callable[[], AbstractContextManager[None]]:
