@@ -80,7 +80,6 @@ if TYPE_CHECKING:
     from .engine.copies import copies as copies
     from .engine.gradients import value_and_grad as value_and_grad
     from .engine.microbatches import Microbatches as Microbatches
-    from .engine.padding import pad as pad
     from .engine.pipeline import Pipeline as Pipeline, pipeline as pipeline
     from .engine.vjp import grad as grad, vjp as vjp
     from .errors import FpipeError as FpipeError
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
     from .passes.debugging import debug as debug
     from .passes.derived.per_example import per_example as per_example
     from .passes.elsewhere.arguments import elsewhere as elsewhere
+    from .passes.padding import pad as pad
     from .passes.profile.profiling import measure_costs as measure_costs, profile as profile
     from .passes.weighting import weighted as weighted
     from .products.search.auto import auto as auto

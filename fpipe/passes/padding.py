@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import tree
+from ..engine.microbatches import Microbatches
 from ..errors import BatchError
-from .microbatches import Microbatches
 
 #: What the pad of a leaf holds: a number, ``"restart"`` (0, 1, 2, ... from where the pad begins),
 #: ``None`` (no pad).
