@@ -36,7 +36,7 @@ _TABLE = {
     "passes.debugging": "debug",
     "passes.derived.per_example": "per_example",
     "engine.microbatches": "Microbatches",
-    "engine.padding": "pad",
+    "passes.padding": "pad",
     "engine.gradients": "value_and_grad",
     "engine.vjp": "grad vjp",
     "engine.pipeline": "Pipeline pipeline",
