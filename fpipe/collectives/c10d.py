@@ -403,6 +403,10 @@ class C10dGroup(Group):
         elif self._blocking:
             hang_up(self.pg, self._back)
 
+    def lost(self) -> int | None:
+        """By the journal."""
+        return self._monitor.lost()
+
     def close(self) -> None:
         """End the journal's thread; the process group belongs to torch.distributed."""
         self._monitor.journal.close()

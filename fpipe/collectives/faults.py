@@ -208,6 +208,17 @@ class FaultMonitor:
         self._linger(end - time.monotonic())
         return broken
 
+    def lost(self) -> int | None:
+        """The rank that ended without a report, by the first conclusion, which is that of all
+        ranks.
+        """
+        found = self.journal.first()
+        if self.broken is None or found is None or found.suspect not in self.names:
+            return None
+        rank = self.names.index(found.suspect)
+        entry = self.last(rank)
+        return rank if entry is None or entry.failure is None else None
+
     def end(self, error: GroupError) -> None:
         """Fail with an error that all ranks raise."""
         self.broken = self.journal.cause = error

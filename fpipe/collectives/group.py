@@ -231,6 +231,12 @@ class Group(Protocol):
             f"{self!r} makes no groups of some of its ranks; make one, and a pipeline with it"
         )
 
+    def lost(self) -> int | None:
+        """The rank that ended without an error of its own, where this group failed because of
+        it.
+        """
+        return None
+
     # ---- all ranks ----
     def share(self, tensors: Tensors | None, specs: Specs, src: int) -> Tensors:
         """Broadcast the tensors of rank ``src`` to every process; the others pass None."""

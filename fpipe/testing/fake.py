@@ -158,6 +158,14 @@ class FakeGroup(Group):
         same_call(self._call, group)
         return group
 
+    def lost(self) -> int | None:
+        """The first rank that was killed."""
+        for rank, member in enumerate(self._members):
+            outcome = self._world.ranks[member].outcome
+            if outcome is not None and outcome.killed:
+                return rank
+        return None
+
     def global_rank(self, rank: int) -> int:
         """The number of a rank in the world."""
         return self._members[rank]

@@ -12,9 +12,10 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from numbers import Real
 from pathlib import Path
@@ -24,7 +25,15 @@ import torch
 from torch import Tensor
 
 from ... import Pipeline, Transform, apply_updates, value_and_grad
-from ...errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
+from ...errors import (
+    BatchError,
+    CheckpointError,
+    FpipeError,
+    PeerError,
+    StageError,
+    TransformError,
+    UnsupportedError,
+)
 from ...saving import Saving, groups_of, load, save
 from ...transforms import LossScaleState
 from ...tree import Tree, flatten, unflatten
@@ -65,13 +74,15 @@ class Loop:
     """Train with checkpoints from which an interrupted run continues with the same bits.
 
     After a failure, start the program again, as ``torchrun --max-restarts`` does: ``run`` continues
-    from the last complete checkpoint. At SIGTERM all processes finish their step, write a
-    checkpoint, and the signal ends them. With ``seed=`` of the pipeline, each step draws other
-    numbers, by seed and step.
+    from the last complete checkpoint. Where a process is lost whose stages have copies on other
+    ranks, the others repeat the step without it, as with ``pipe.rerouted``. At SIGTERM all
+    processes finish their step, write a checkpoint, and the signal ends them. With ``seed=`` of the
+    pipeline, each step draws other numbers, by seed and step.
 
     Args:
         pipe: a pipeline with a loss.
-        tx: the gradient transform.
+        tx: the gradient transform, or a function of the pipeline that returns it: for those with
+            ``over=pipe``, where ranks may be lost.
         path: the folder of the run, which all processes share: one folder per checkpoint, and
             ``log.jsonl``; without it nothing is written.
         every: steps from a checkpoint to the next one. They are written behind the next steps.
@@ -99,7 +110,7 @@ class Loop:
     """
 
     pipe: Pipeline
-    tx: Transform
+    tx: Transform | Callable[[Pipeline], Transform]
     path: str | os.PathLike[str] | None = None
     every: int = 100
     keep: int = 3
@@ -111,7 +122,7 @@ class Loop:
         if not isinstance(self.pipe, Pipeline):
             kind = type(self.pipe).__name__
             raise StageError(f"Loop takes what fpipe.pipeline returns, not {kind}")
-        if not isinstance(self.tx, Transform):
+        if not isinstance(self._tx, Transform):
             raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise CheckpointError(
@@ -133,6 +144,13 @@ class Loop:
                 "whole numbers: a loop writes a checkpoint every step at most, and keeps one at "
                 "least"
             )
+
+    @property
+    def _tx(self) -> Transform:
+        """The transform."""
+        if isinstance(self.tx, Transform) or not callable(self.tx):
+            return self.tx
+        return self.tx(self.pipe)
 
     # ---- checkpoints ----
     @property
@@ -318,11 +336,15 @@ class Loop:
             if now.step >= steps:
                 break
             began = time.perf_counter()
-            of_step = figures(self.tx, self._of_tx(now))
-            done = self._step(step_of, now, batch, members)
+            of_step = figures(self._tx, self._of_tx(now))
+            try:
+                done = self._step(step_of, now, batch, signals, members)
+            except PeerError as error:
+                rest = self._without_lost(error, now.step, saving)
+                return rest._train(now, batch, steps, signals, members)
             if done is None:
                 continue
-            loss, now = done
+            loss, now, stop = done
             if log is not None:
                 seconds = round(time.perf_counter() - began, 6)
                 record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
@@ -331,15 +353,31 @@ class Loop:
                 else:
                     took_part = {"copies": list(members.copies)}
                 log(record | of_step(self._of_tx(now)) | took_part)
-            stop = self._stops(bool(signals))
             if leads and (now.step % self.every == 0 or now.step == steps or stop):
                 saving = self._save(now, batch, saving)
         self._finish(saving)
         return now
 
+    def _without_lost(self, error: PeerError, step: int, saving: Saving | None) -> Loop:
+        """The loop without the rank that was lost; raises the error if training cannot go on."""
+        lost = self.pipe.group.lost()
+        if lost is None:
+            raise error
+        try:
+            rest = replace(self, pipe=self.pipe.rerouted(without=[lost]))
+        except StageError as refusal:
+            raise error from refusal
+        with suppress(FpipeError):  # a checkpoint that waits for a part of the lost rank
+            self._finish(saving)
+        name = self.pipe.group.global_rank(lost)
+        warnings.warn(
+            f"rank {name} is lost in step {step + 1}; training goes on without it", stacklevel=2
+        )
+        return rest
+
     def _initial(self, params: Sequence[Tree]) -> Trained:
         """Before the first step."""
-        state: Tree = self.tx.init(params)
+        state: Tree = self._tx.init(params)
         if self.pipe.config.stateful:
             stages = enumerate(self.pipe.config.functions)
             here = self.pipe.here
@@ -357,9 +395,10 @@ class Loop:
         step_of: Callable[..., Any],
         now: Trained,
         batch: Callable[[int], Batch],
+        signals: Sequence[int],
         members: Members | None,
-    ) -> tuple[Tensor, Trained] | None:
-        """The loss and what follows a step; ``None`` if a copy was lost in it."""
+    ) -> tuple[Tensor, Trained, bool] | None:
+        """The loss, what follows a step, and whether to stop; ``None`` if a copy was lost in it."""
         args, sides = _arguments(self.pipe, batch(now.step), now.step)
         copy = 0 if self.elastic is None else self.elastic.copy
         state = self._of_tx(now)
@@ -375,16 +414,17 @@ class Loop:
             **sides,
         )
         loss, states = loss if stateful else (loss, None)
+        # Until all ranks have their gradients, none changes its parameters.
+        stop = self._stops(bool(signals))
         if members is not None:
             leaves, spec = flatten((loss, grads))
             means = members.mean(leaves)
             if means is None:
                 return None
             loss, grads = unflatten(spec, means)
-        tx = self.tx
-        updates, state = tx.update(grads, state, now.params)
+        updates, state = self._tx.update(grads, state, now.params)
         state = (state, states) if stateful else state
-        return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
+        return loss, Trained(apply_updates(now.params, updates), state, now.step + 1), stop
 
     def _stops(self, signalled: bool) -> bool:
         """Whether a process got a signal: all of them stop after the same step."""
