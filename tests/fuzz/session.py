@@ -357,7 +357,8 @@ def _parts(y: Any, call: Call) -> Any:
 
 def _joined(parts: list[Any]) -> Any:
     join = lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
-    return map_leaves(join, *parts)
+    with torch.autocast("cpu", enabled=False):
+        return map_leaves(join, *parts)
 
 
 # ---- fake ranks ----
