@@ -33,8 +33,8 @@ def meet(seconds: float) -> tuple[Store, int, int]:
     Process groups of one job have the same names after ``destroy_process_group``. With one prefix,
     a backend would read the addresses of the ones before.
     """
-    rank = int(_variable("RANK"))
-    size = int(_variable("WORLD_SIZE"))
+    size = variable("WORLD_SIZE", 1)
+    rank = variable("RANK", 0, size - 1)
     address = tuple(
         map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
     )
@@ -48,11 +48,16 @@ def meet(seconds: float) -> tuple[Store, int, int]:
     return prefixed(prefix, _MET[address]), rank, size
 
 
-def _variable(name: str) -> str:
-    value = os.environ.get(name)
-    if value is None:
-        raise ValueError(f"the environment variable {name} is not set")
-    return value
+def variable(name: str, least: int, most: int | None = None) -> int:
+    """The number in an environment variable; GroupError if there is none."""
+    text = os.environ.get(name, "")
+    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    limit = "" if most is None else f" to {most}"
+    raise GroupError(
+        f"the environment variable {name} is {text!r}; it must be a number from {least}{limit}. "
+        "Launchers such as torchrun set it"
+    )
 
 
 def _connected(rank: int, size: int, seconds: float, end: float) -> Store:
@@ -62,8 +67,10 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Store:
     torch may try for twice its time-out, and for ever if the process of the host is stopped.
     """
     name, number = host()
-    address = _variable("MASTER_ADDR")
-    port = int(_variable("MASTER_PORT"))
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        raise GroupError("the environment variable MASTER_ADDR is not set; give the host of rank 0")
+    port = variable("MASTER_PORT", 0, 65535)
     hosts = rank == number
 
     def connect() -> Store:

@@ -26,7 +26,7 @@ from .capabilities import Capabilities
 from .faults import FaultMonitor, too_many_files
 from .journal import Journal
 from .local import LocalGroup, check_ranks, local
-from .meeting import meet
+from .meeting import meet, variable
 
 TIMEOUT = 300.0
 #: What the variables of other launchers than torchrun begin with.
@@ -104,7 +104,7 @@ def init(
                 "them with torchrun"
             )
         return local(devices=[pick(device)] * (pp or 1))
-    picked = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
+    picked = pick(device, variable("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else 0)
     if not started:
         _start(picked, backend, seconds)
     pp = _shape(pp, dp, tp)
@@ -229,7 +229,8 @@ def _launched() -> bool:
         from .launchers import variables
 
         os.environ.update(variables())
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+    several = "WORLD_SIZE" in os.environ and variable("WORLD_SIZE", 1) > 1
+    return several or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _start(device: torch.device, backend: str | None, seconds: float) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from types import SimpleNamespace
 
@@ -221,13 +220,27 @@ def test_init_says_what_is_wrong(arguments: dict, message: str):
         init(**arguments)
 
 
-def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(GroupError, match=r"could not meet .*RANK.* check RANK, WORLD_SIZE"):
+@pytest.mark.parametrize(
+    ("name", "text", "rule"),
+    [
+        ("RANK", "", "must be a number from 0 to 1"),
+        ("RANK", "x", "must be a number from 0 to 1"),
+        ("RANK", "2", "must be a number from 0 to 1"),
+        ("RANK", "-1", "must be a number from 0 to 1"),
+        ("WORLD_SIZE", "0", "must be a number from 1"),
+        ("WORLD_SIZE", "two", "must be a number from 1"),
+        ("LOCAL_RANK", "1.5", "must be a number from 0"),
+        ("MASTER_PORT", "65536", "must be a number from 0 to 65535"),
+        ("MASTER_ADDR", "", "is not set; give the host of rank 0"),
+    ],
+)
+def test_variables_of_a_launcher(name: str, text: str, rule: str, monkeypatch: pytest.MonkeyPatch):
+    """Refused before anything is connected: with rank -1, torch ends the process."""
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
+    for key, value in ({"MASTER_ADDR": "localhost"} | job | {name: text}).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(GroupError, match=rf"{name} .*{rule}"):
         init(device="cpu")
-    assert os.environ["WORLD_SIZE"] == "2"
 
 
 # ---- the doctor ----
