@@ -80,12 +80,10 @@ class PipelineStage:
                 f"Pipeline group size {self.group_size} cannot be larger than number of stages "
                 f"{num_stages}"
             )
-        #: Whether the schedule has a loss, and so a backward; and the rank of each stage, once a
-        #: schedule has it.
-        self.has_backward = False
         #: Of the last stage, the outputs of the microbatches until the next step.
         self.output_chunks = list[Tree]()
         self.fwd_cache = dict[int, Tree]()  # empty: plans keep what a step needs
+        #: The rank of each stage, once a schedule has it.
         self.stage_index_to_group_rank = {
             stage: stage % self.group_size for stage in range(num_stages)
         }
