@@ -177,7 +177,8 @@ def main() -> int:
     for model in args.models:
         for schedule in args.schedules:
             mine = outcome(model, schedule, args.ranks, args.steps, True)
-            beside = schedule if schedule in TORCH else "1F1B"
+            stand_in = "ZBVZeroBubble" if schedule == "DualPipeV" else "1F1B"  # of as many stages
+            beside = schedule if schedule in TORCH else stand_in
             peer = outcome(model, beside, args.ranks, args.steps, False)
             if isinstance(mine, str) or isinstance(peer, str):
                 wrong |= isinstance(mine, str)

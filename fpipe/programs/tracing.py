@@ -80,13 +80,17 @@ def traced(
     with quiet(), torch.inference_mode(False), torch.enable_grad():
         try:
             outputs, graph = _recorded(stage, signature, unused, sizes)
+            nodes = list(graph.graph.nodes)
             with without_autocast():
                 normalize(graph, [*signature.names, *outputs.cotangents])
         except FpipeError:
             raise
         except Exception as error:
             raise feature("explain").explain(error, stage.label, shown) from error
-        return _programs(stage, f"{stage.label} {shown}", signature, outputs, graph, sizes)
+        programs = _programs(stage, f"{stage.label} {shown}", signature, outputs, graph, sizes)
+        for node in (*nodes, *graph.graph.nodes):
+            node.meta.clear()  # a graph is a cycle: its fake tensors would live on
+        return programs
 
 
 def _recorded(
@@ -98,7 +102,7 @@ def _recorded(
         outputs = replace(outputs_of(stage, signature, sizes), unused=unused)
         return outputs, joint_graph(stage, signature, outputs, sizes)
 
-    calls: list[Any] = []  # one record of all calls of blocks; empty where there is no block
+    calls = list[Any]()  # one record of all calls of blocks; empty where there is no block
 
     def on_block(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         blocks = feature("blocks.calls")
@@ -128,9 +132,8 @@ def make_graph(
         tensor.grad = None
     with preserve_node_meta():
         graph = make_fx(fn, _allow_non_fake_inputs=True)(*flat)
-    operators = filter(None, map(operator_of, graph.graph.nodes))
     with without_autocast():  # the graph has its casts
-        if any(map(mutates, operators)):
+        if any(map(mutates, filter(None, map(operator_of, graph.graph.nodes)))):
             graph = feature("writes").without_writes(graph, flat)
         sizes.inline(graph)
     return graph
@@ -152,7 +155,7 @@ def joint_graph(
     with mode:
         groups = fake_inputs(signature)
         cotangents = [empty(aval) for aval in outputs.cotangents.values()]
-    names = [*(f"dy{j}" for j in outputs.y.avals), *(["daux"] if outputs.aux is not None else [])]
+    names = [f"dy{j}" for j in outputs.y.avals] + ["daux"]
     slots = signature.slots
     cached = torch.is_autocast_cache_enabled()  # make_fx switches it off
 
@@ -164,8 +167,8 @@ def joint_graph(
         arguments[1] = entering(signature.x, arguments[1])
         with caching(cached):
             result = call(stage, signature, arguments, outputs.copies)
-        ends = [leaf for leaf in tree.leaves((result.y, result.aux)) if tree.is_tensor(leaf)]
-        live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
+        ends = list(filter(tree.is_tensor, tree.leaves((result.y, result.aux))))
+        live = [end for name, end in zip(names, ends, strict=False) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
             dys = hook(live, [*arguments[0], *arguments[1]], flat[len(slots) :])
@@ -241,23 +244,20 @@ def _programs(
 
 def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> Joint:
     """The nodes of a joint graph by role."""
-    (returned,) = next(iter(graph.graph.find_nodes(op="output"))).args
-    following = iter(returned)
+    following = iter(next(iter(graph.graph.find_nodes(op="output"))).args[0])
 
     def by_leaf(leaves: Collection[int], count: int) -> tuple[fx.Node | None, ...]:
         nodes = {leaf: next(following) for leaf in leaves}
         return tuple(map(nodes.get, range(count)))
 
-    params = signature.params
-    x = signature.x
     state = () if outputs.state is None else outputs.state.avals
     return Joint(
         nodes=tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function")),
         cotangents=frozenset(outputs.cotangents),
         ys=by_leaf(outputs.y.avals, len(outputs.y.leaves)),
         extras=tuple(islice(following, (outputs.aux is not None) + len(state))),
-        dps=by_leaf(params.wanted, len(params.leaves)),
-        dxs=by_leaf(x.wanted, len(x.leaves)),
+        dps=by_leaf(signature.params.wanted, len(signature.params.leaves)),
+        dxs=by_leaf(signature.x.wanted, len(signature.x.leaves)),
     )
 
 
@@ -307,7 +307,7 @@ def _dense(node: fx.Node) -> bool:
 # ---- its operations ----
 def _operations(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, Operation]:
     """The operations of a graph as records."""
-    values: dict[fx.Node, Value] = {node: _abstract(node.meta.get("val"), sizes) for node in nodes}
+    values = {node: _abstract(node.meta.get("val"), sizes) for node in nodes}
     operations: dict[fx.Node, Operation] = {}
 
     def argument(value: Any) -> Any:

@@ -324,6 +324,22 @@ def forward_only_without_a_loss(name: str) -> None:
     assert all(p.grad is None for stage in script.stages for p in stage.submod.parameters())
 
 
+@case("1F1B", "ZBVZeroBubble")
+def the_last_stage_has_its_outputs(name: str) -> None:
+    """Until the next step, or until they are cleared, as the stages of torch."""
+    script, (x, t) = Script(name), batch()
+    for returned in (False, True, False, True):
+        y = script.step(x, t, return_outputs=returned)
+        for stage in script.stages:
+            kept = stage.output_chunks
+            assert len(kept) == (MICROBATCHES if returned and stage.is_last else 0)
+            assert not kept or torch.equal(torch.cat(kept), y)
+            assert not stage.fwd_cache
+    for stage in script.stages:
+        stage.clear_runtime_states()
+        assert not stage.output_chunks
+
+
 @case()
 def forward_only_schedule() -> None:
     rank, modules = dist.get_rank(), model(2)

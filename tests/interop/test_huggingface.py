@@ -370,6 +370,28 @@ def test_an_encoder_and_a_decoder():
     assert distance(grads, reference) < 1e-6
 
 
+def test_a_decoder_behind_an_encoder_needs_its_tokens():
+    """BART makes them from token ids, which later stages do not have: other values, no error."""
+    config = transformers.BartConfig(
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        **(SMALL | {"max_position_embeddings": 32}),
+    )
+    model = transformers.BartModel(config).eval()
+    stages, params = huggingface.stages(model, 2)
+    pipe = fpipe.pipeline(stages, microbatches=2, group=fpipe.local(2))
+    with pytest.raises(fpipe.errors.StageError, match=r"give decoder_input_ids="):
+        pipe(params, tokens(ROWS))
+    y = pipe(params, tokens(ROWS), decoder_input_ids=tokens(ROWS, 5, seed=2))
+    want = model(tokens(ROWS), decoder_input_ids=tokens(ROWS, 5, seed=2)).last_hidden_state
+    torch.testing.assert_close(y, want)
+
+
 def test_other_inputs_than_token_ids_need_an_example():
     shape = {
         "d_model": 16,

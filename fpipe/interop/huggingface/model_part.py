@@ -150,6 +150,11 @@ class ModelPart(ModuleFunction):
 
     def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the layers on token ids, or on the output of the stage before."""
+        if "decoder_input_ids" in self.flow.sizes and "decoder_input_ids" not in side:
+            raise StageError(
+                f"{self.name} decodes behind an encoder, and later stages do not have the token "
+                "ids of the first; give decoder_input_ids="
+            )
         received = _Received(self.flow, self._values(x), side)
         inputs = {name: received.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
         arguments = {**inputs, **side, **self.flow.keywords}

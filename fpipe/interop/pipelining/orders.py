@@ -67,16 +67,11 @@ def dump(schedule: Schedule, path: str | PathLike[str], form: Format) -> None:
         csv.writer(file).writerows(with_messages(schedule).values())
 
 
-def load(path: str | PathLike[str], form: Format) -> Schedule:
-    """Read a CSV in one of torch's formats; messages are planned anew."""
-    _check(form)
-    return Schedule.from_csv(path).check()
-
-
 def reduces(text: str, form: Format) -> bool:
     """Whether gradients are scaled: torch does so where an order has the action REDUCE_GRAD, which
     it adds to those of computations alone.
     """
+    _check(form)
     return form == "compute_only" or "REDUCE_GRAD" in text
 
 

@@ -106,7 +106,7 @@ class _PipelineSchedule:
         schedule = self._schedule
         assert schedule is not None
         placement = schedule.placement
-        placed = [s for s in range(self._num_stages) if self.rank in placement.ranks_of(s)]
+        placed = list(placement.stages_of(self.rank))
         passed = sorted(stage.stage_index for stage in self._stages)
         if placed != passed:
             raise ScheduleError(
@@ -166,7 +166,7 @@ class _PipelineSchedule:
         if self._runner is None:
             mean = self.scale_grads and self._reduces
             self._runner = StepRunner(self._stages, self._loss_fn, mean)
-        last = any(stage.is_last for stage in self._stages)
+        last = next((stage for stage in self._stages if stage.is_last), None)
         try:
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
@@ -179,13 +179,14 @@ class _PipelineSchedule:
             self._runner.refuse(schedule, error)
             raise
         for stage in self._stages:
-            stage.has_backward = self._has_backward
+            stage.output_chunks.clear()
         results = self._runner.run(schedule, batch, self._has_backward)
         if losses is not None and last and self._loss_fn is not None:
             losses[:] = [loss for _, loss in results if loss is not None]
         if not last or not return_outputs:
             return None
-        return merge_chunks([y for y, _ in results], self._output_merge_spec)
+        last.output_chunks = [y for y, _ in results]
+        return merge_chunks(last.output_chunks, self._output_merge_spec)
 
     @wraps(step, assigned=())
     def eval(self, *args: Tree, **options: Tree) -> Tree:
@@ -214,7 +215,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Read the order from a CSV file; messages in it are planned anew."""
         text = Path(filename).read_text(encoding="utf-8")
-        self.take_schedule(orders.load(filename, format), orders.reduces(text, format))
+        self.take_schedule(Schedule.from_csv(filename).check(), orders.reduces(text, format))
 
     def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
         """Write the order as a CSV file."""

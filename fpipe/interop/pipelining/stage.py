@@ -13,6 +13,7 @@ from torch import nn
 from ... import adopt
 from ...collectives import Group
 from ...errors import UnsupportedError
+from ...tree import Tree
 
 #: The groups of fpipe over process groups: the processes connect once.
 _GROUPS: dict[dist.ProcessGroup, Group] = {}
@@ -79,9 +80,10 @@ class PipelineStage:
                 f"Pipeline group size {self.group_size} cannot be larger than number of stages "
                 f"{num_stages}"
             )
-        #: Whether the schedule has a loss, and so a backward; and the rank of each stage, once a
-        #: schedule has it.
-        self.has_backward = False
+        #: Of the last stage, the outputs of the microbatches until the next step.
+        self.output_chunks = list[Tree]()
+        self.fwd_cache = dict[int, Tree]()  # empty: plans keep what a step needs
+        #: The rank of each stage, once a schedule has it.
         self.stage_index_to_group_rank = {
             stage: stage % self.group_size for stage in range(num_stages)
         }
@@ -95,6 +97,10 @@ class PipelineStage:
     def is_last(self) -> bool:
         """Whether it is the last stage."""
         return self.stage_index == self.num_stages - 1
+
+    def clear_runtime_states(self) -> None:
+        """Release the outputs of the last step."""
+        self.output_chunks.clear()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of the module by a number. Schedules do not call it: they scale
