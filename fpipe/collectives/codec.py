@@ -308,10 +308,7 @@ class _Writer(NamedTuple):
             ]
         if cls in _node_classes():
             parts, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
-            if self.wire:
-                writer = self
-            else:
-                writer = self._replace(special=plain)
+            writer = self if self.wire else self._replace(special=plain)
             constants = writer.node(metadata, f"{self.path}, a constant of {cls.__qualname__},")
             rows = [self.row(n, part) for n, part in zip(entries, parts, strict=True)]
             return ["node", *name, constants, rows]

@@ -330,8 +330,5 @@ def _of_backend(error: Exception) -> bool:
 def _short(error: BaseException) -> str:
     """The first sentence of an error, without the source location that torch puts before it."""
     text = str(error).strip().splitlines()
-    if text:
-        line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0])
-    else:
-        line = type(error).__name__
+    line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0]) if text else type(error).__name__
     return line.split(". ")[0][:500]

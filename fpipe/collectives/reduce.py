@@ -46,10 +46,7 @@ def start_reduce(
     part_of(memory, 0, size if scatter else 1)
     if not memory.numel():
         return None, lambda: memory
-    if method.staged:
-        device = torch.device("cpu")
-    else:
-        device = memory.device
+    device = torch.device("cpu") if method.staged else memory.device
     carried = memory.detach().to(device, method.carry).contiguous()
     pieces = [carried]
     if method.ask == "gather":

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..devices import current, kind, pick
-from ..devices.allocator import keep_freed
+from ..devices import current, keep_freed, kind, pick
 from ..errors import FpipeError, GroupError
 from ._store import backends as backends_of, prefixed, set_timeout
 from .bounded import BoundedStore, host, of_group

@@ -45,10 +45,7 @@ def make_block(layer: nn.Module) -> None:
 
 def _layer_forward(layer: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
     """Run a layer. While a stage is traced it is a block shared with equal layers."""
-    if BLOCKS.get() is None:
-        shared = None
-    else:
-        shared = shared_by_equals(layer)
+    shared = None if BLOCKS.get() is None else shared_by_equals(layer)
     if shared is not None and not shared.alone:
         try:
             return shared.block(tensors_of(layer), args, kwargs)

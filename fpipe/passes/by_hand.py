@@ -108,9 +108,6 @@ def _gradients(names: Sequence[str | None], like: Flat, values: Values) -> Tree:
     leaves, spec = like
     gradients = []
     for name, leaf in zip(names, leaves, strict=True):
-        if tree.is_floating(leaf):
-            zero = torch.zeros_like(leaf)
-        else:
-            zero = None
+        zero = torch.zeros_like(leaf) if tree.is_floating(leaf) else None
         gradients.append(zero if name is None else values[name])
     return tree.unflatten(spec, gradients)

@@ -79,8 +79,7 @@ def check(
     assert isinstance(ins.op, Run) and ins.action is not None
     program = ins.op.program
     action = ins.action
-    owner = ins.op.owner
-    roles = owner.roles
+    roles = ins.op.owner.roles
     values = dict(zip(program.inputs, box, strict=True))
     added = [name for name in values if name in roles and roles[name].role == "grad"]
     results = dict(zip(program.outputs, out, strict=True))
@@ -140,10 +139,7 @@ def _first_wrong(program: Program, values: Mapping[str, object]) -> str:
         with torch.no_grad():
             value = target(*fill(operation.args, env), **fill(operation.kwargs, env))
         env[operation.name] = value
-        if isinstance(value, (tuple, list)):
-            items = value
-        else:
-            items = (value,)
+        items = value if isinstance(value, (tuple, list)) else (value,)
         wrong = next(filter(None, map(_wrong, items)), "")
         if wrong:
             packet = getattr(target, "overloadpacket", target)

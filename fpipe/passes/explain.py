@@ -242,10 +242,7 @@ _CHANGED = "modified by an inplace operation"
 def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
     """The exception to raise for an error of an instruction on a rank."""
     specs = getattr(ins.op, "specs", ())
-    if specs:
-        from_tensors = "(" + ", ".join(map(str, specs)) + ")"
-    else:
-        from_tensors = ""
+    from_tensors = "(" + ", ".join(map(str, specs)) + ")" if specs else ""
     what = (
         ins.kind
         if ins.action is None

@@ -19,7 +19,7 @@ from ..engine.config import Config
 from ..engine.pipeline_base import PipelineBase
 from ..errors import StageError
 from ..schedule import Schedule
-from .ordered import by_order
+from .sums import by_order
 
 P = TypeVar("P", bound=PipelineBase[Any, Any])
 

@@ -103,8 +103,7 @@ def _computed(steps: Iterable[_Step]) -> dict[int, torch.Tensor]:
     values: dict[int, torch.Tensor] = {}
     for op, args, kwargs, returns in steps:
         args, kwargs = replaced((args, kwargs), _Place, lambda place: values[place.number])
-        result = op(*args, **kwargs)
-        values.update(zip(returns, tensors_in([result]), strict=True))
+        values.update(zip(returns, tensors_in([op(*args, **kwargs)]), strict=True))
     return values
 
 

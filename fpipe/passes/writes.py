@@ -36,9 +36,8 @@ def without_writes(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> fx.Gr
             left |= not _replaced(node, op, places)
     if not left:
         return graph
-    annotated = any("custom" in node.meta for node in graph.graph.nodes)
     # Run node by node, the graph passes annotations on to the nodes recorded from them.
-    if annotated:
+    if any("custom" in node.meta for node in graph.graph.nodes):
 
         def again(*args):
             return fx.Interpreter(graph).run(*args)

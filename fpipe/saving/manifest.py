@@ -133,10 +133,7 @@ class Manifest:
             else:
                 why = "is no folder"
             inside = sorted(file.parent.name for file in folder.glob(f"*/{NAME}"))
-            if inside:
-                other = f", such as {folder / inside[-1]}"
-            else:
-                other = ""
+            other = f", such as {folder / inside[-1]}" if inside else ""
             raise CheckpointError(f"{folder} {why}; load a complete checkpoint{other}")
         with opened(folder, NAME) as file:
             try:

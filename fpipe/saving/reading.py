@@ -217,10 +217,7 @@ class Reader:
         if node[0] not in ("stages", "states"):
             return NotImplemented
         out: list[Tree] = [None] * self.names.pipe.stages
-        if node[0] == "stages":
-            templates = self.templates
-        else:
-            templates = self.names.states()
+        templates = self.templates if node[0] == "stages" else self.names.states()
         for stage, here in templates.items():
             values = [self._part(node[1], here, leaf) for leaf in here.leaves]
             out[stage] = tree.unflatten(here.spec, values)

@@ -131,10 +131,7 @@ def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) ->
     if not tree.is_tensor(like):
         return like
     value = taken.get(key)
-    if value is None:
-        kind = None
-    else:
-        kind = tree.describe([value])[1:-1]
+    kind = None if value is None else tree.describe([value])[1:-1]
     fault = misfit(stage, key, kind, tree.describe([like])[1:-1])
     if fault:
         raise CheckpointError(

@@ -163,10 +163,7 @@ def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
     for copy in range(group.size):
         first, last = spans(replace(here.layout, part=copy))[row.leaf]
         if first < last:
-            if copy == pipe.copies.part:
-                mine = (leaf.contiguous(),)
-            else:
-                mine = None
+            mine = (leaf.contiguous(),) if copy == pipe.copies.part else None
             spec = Spec((last - first,), (1,), leaf.dtype)
             flat[first:last] = group.share(mine, (spec,), copy)[0]
     return total.to(DTYPES[row.dtype])
@@ -176,10 +173,7 @@ def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], bucket: in
     """Fill the tensors of the other ranks, a piece after another; no rank runs far ahead of the
     others.
     """
-    if pipe.group.at_once:
-        kept = 3 * _AHEAD * 2 * (pipe.group.size - 1)
-    else:
-        kept = 1
+    kept = 3 * _AHEAD * 2 * (pipe.group.size - 1) if pipe.group.at_once else 1
     piece = max(int(bucket * _PIECE / kept), 1 << 14)
     source = rows[0].rank
     own = source in pipe.group.here

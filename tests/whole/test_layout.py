@@ -128,7 +128,7 @@ PRIVATE_TORCH = {
     },
     "interop.huggingface.recording": {"_python_dispatch"},
     "interop.replacements": {"_compiled_call_impl"},
-    "interop.experts": {"_experts_implementation"},
+    "interop.huggingface.splitting": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_add_send_recv"},
     "passes.blocks.outside": {"_python_dispatch", "_disable_current_modes"},
     "passes.eager.meter": {"_input_metadata", "_raw_saved_"},

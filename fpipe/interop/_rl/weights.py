@@ -65,10 +65,7 @@ class Weights:
         parts.
         """
         config = self.pipe.config
-        if self.pipe.parts:
-            ties = {}
-        else:
-            ties = dict(config.functions[stage].ties)
+        ties = {} if self.pipe.parts else dict(config.functions[stage].ties)
         trained = dict(zip(tree.names(row), config.trained(stage, row), strict=True))
         leaves = dict[str, nn.Parameter]()
         for name, part in row.items():

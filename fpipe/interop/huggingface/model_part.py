@@ -23,9 +23,8 @@ from ...programs import remat
 from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
-from .calls import Call, Forward, observe, observed_by, result_of
 from .crossing import Flow, Part, Sizes
-from .recording import INPUT, Value
+from .recording import INPUT, Call, Forward, Value, observe, observed_by, result_of
 from .units import Units
 
 

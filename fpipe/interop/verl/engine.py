@@ -308,10 +308,7 @@ class FpipeEngine(base.BaseEngine):
         device.
         """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        if device == "cpu":
-            target = torch.device("cpu")
-        else:
-            target = self.device
+        target = torch.device("cpu") if device == "cpu" else self.device
         self.weights.move(target, self.optimizer if optimizer else None, model, grad)
 
     # ---- groups ----
@@ -369,10 +366,7 @@ class FpipeEngine(base.BaseEngine):
         more: dict[str, object] = {"steps": self.steps, "global_step": global_step}
         if self.scheduler is not None:
             more |= {"epoch": self.scheduler.last_epoch, "rates": self.scheduler.get_last_lr()}
-        if "optimizer" in contents:
-            optimizer = self.optimizer
-        else:
-            optimizer = None
+        optimizer = self.optimizer if "optimizer" in contents else None
         self.weights.save(path, optimizer, more)
         if first:
             self._write_model(path, "hf_model" in contents)

@@ -178,10 +178,7 @@ def _definition(
     around = state, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), count, around)
-    if within.sizes is PLAIN:
-        shared = _SHARED
-    else:
-        shared = within.definitions
+    shared = _SHARED if within.sizes is PLAIN else within.definitions
     definitions = shared.setdefault(block, {})
     if key in definitions:
         return definitions[key]
@@ -336,10 +333,7 @@ def _uses(ends: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[i
             stack += [upper for upper, _ in behind]
     uses = []
     for tensor in given:
-        if tensor.requires_grad:
-            edge = get_gradient_edge(tensor)
-        else:
-            edge = None
+        edge = get_gradient_edge(tensor) if tensor.requires_grad else None
         uses.append(0 if edge is None else edges[edge.node, edge.output_nr])
     return uses
 

@@ -129,8 +129,7 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
 def _behind_view(body: _Body, node: fx.Node) -> Hashable:
     """The storage of the captured tensor of which a node is a view."""
     op = operator_of(node)
-    view = op is not None and returns_views(op) and node.args
-    if view:
+    if op is not None and returns_views(op) and node.args:
         return body.constants.get(node.args[0])
     return None
 

@@ -243,10 +243,7 @@ class Share:
             dtype = self.dtype(bucket)
             views = not self.copies.cut and self.carried(bucket) == dtype
             for leaf, first, last, _ in self.layout.pieces(bucket):
-                if self.copies.cut:
-                    count = last - first
-                else:
-                    count = self.layout.numel(leaf)
+                count = last - first if self.copies.cut else self.layout.numel(leaf)
                 sizes[leaf] = count * dtype.itemsize
             if views or not self.gradients:
                 sizes |= dict.fromkeys(bucket.leaves)
@@ -308,10 +305,7 @@ class Shares:
         layout = self._known(stage)[1]
         for bucket in layout.buckets:
             for index, first, last, _ in layout.pieces(bucket):
-                if index < len(leaves):
-                    leaf = leaves[index]
-                else:
-                    leaf = "nothing"
+                leaf = leaves[index] if index < len(leaves) else "nothing"
                 wanted = (last - first,)
                 if leaf is None or (tree.is_tensor(leaf) and tuple(leaf.shape) == wanted):
                     continue

@@ -69,10 +69,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
 
     every = tuple(range(len(chosen.leaves)))
     grads, (loss, tensors) = torch.func.grad_and_value(value, every, has_aux=True)(*chosen.leaves)
-    if more:
-        out = (loss, Chosen(aux, tree.is_tensor).around(tensors))
-    else:
-        out = loss
+    out = (loss, Chosen(aux, tree.is_tensor).around(tensors)) if more else loss
     if call.loss_scale is None:
         scaled = grads
     else:

@@ -447,10 +447,7 @@ def _leaf(value: object, leaf: AbstractLeaf, grad: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     # a graph holds no inference tensors
-    if value.is_inference():
-        tensor = value.clone()
-    else:
-        tensor = value.detach()
+    tensor = value.clone() if value.is_inference() else value.detach()
     if grad and isinstance(leaf, Aval) and leaf.grad:
         return tensor.requires_grad_()
     return tensor

@@ -74,10 +74,10 @@ def _as_data(stage: Stage) -> dict[str, object]:
         if stage.weights is None
         else {name: weight.key for name, weight in stage.weights.items()}
     )
-    names = {"layers": _numbers(stage.layers), "weights": weights}
     return {
         **texts,
-        **names,
+        "layers": _numbers(stage.layers),
+        "weights": weights,
         "sides": stage.sides,
         **{name: getattr(stage, name) for name in _PLAIN},
     }

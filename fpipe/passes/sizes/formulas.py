@@ -97,8 +97,7 @@ class SymbolicSizes(Sizes):
     def aval(self, aval: Aval) -> Aval:
         """An abstract tensor with the numbers of the trace."""
         shape = tuple(map(self.number, aval.shape))
-        stride = tuple(map(self.number, aval.stride))
-        return aval._replace(shape=shape, stride=stride)
+        return aval._replace(shape=shape, stride=tuple(map(self.number, aval.stride)))
 
     def formulas(self) -> Formulas:
         """The formulas of all numbers; ValueError where they do not give the numbers of the

@@ -52,10 +52,7 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     whole program.
     """
     if program not in _COLLECTIVES:
-        if program.collective:
-            operations = program.operations
-        else:
-            operations = ()
+        operations = program.operations if program.collective else ()
         collectives = filter(None, map(started, operations))
         numbered = [
             replace(collective, number=program.numbers.get(collective.value, number))
@@ -72,8 +69,7 @@ def busy(program: Program) -> int:
 
 def microseconds(program: Program) -> float:
     """How long a program is expected to take, each of its collectives waited for at once."""
-    transfers = sum(c.nanoseconds for c in collectives_of(program))
-    return (busy(program) + transfers) / 1e3
+    return (busy(program) + sum(c.nanoseconds for c in collectives_of(program))) / 1e3
 
 
 def _cut(programs: Programs, program: Program) -> Sequence[Segment]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from importlib import import_module
 from os import PathLike, fspath
@@ -95,16 +96,27 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
     fpipe.errors.FpipeError: no picture is written as '.gif' (picture.gif); use .svg, .png, .pdf,
     .html, .json or .txt
     """
-    suffix = Path(fspath(path)).suffix.lower()
-    if suffix not in FORMATS:
-        *most, last = FORMATS
-        raise FpipeError(
-            f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
-        )
     look = look or Look()
-    picture = _PAINTERS[suffix](scenes(timeline, look.difference), look)
+
+    def painted(paint: Callable[[Scenes, Look], str | bytes]) -> str | bytes:
+        return paint(scenes(timeline, look.difference), look)
+
+    write("picture", path, {suffix: partial(painted, paint) for suffix, paint in _PAINTERS.items()})
+
+
+def write(
+    what: str, path: str | PathLike[str], writers: Mapping[str, Callable[[], str | bytes]]
+) -> None:
+    """Write a file in the format of its suffix."""
+    suffix = Path(fspath(path)).suffix.lower()
+    if suffix not in writers:
+        *most, last = writers
+        raise FpipeError(
+            f"no {what} is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
+        )
+    content = writers[suffix]()
     try:
-        write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
+        write_bytes(path, content if isinstance(content, bytes) else content.encode())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or error
         raise FpipeError(

@@ -114,10 +114,7 @@ def frame(
     else:
         detail = 0
         size = 0.0
-    if has_curves(scenes, look):
-        curve = round(CURVE * lane)
-    else:
-        curve = 0
+    curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     return Frame(scale, lane, curve, detail, size, letters, hints)
 
 
@@ -143,14 +140,9 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
         if f.curve and lane.curve and scene.peak > 0:
             foot = y + f.lane + f.curve
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
-            if dense:
-                curve = envelope(lane.curve, 2 / f.scale)
-            else:
-                curve = lane.curve
+            curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
             tops = [(time, foot - height * max(held, 0)) for time, held in curve]
-            start = tops[0][0]
-            end = lane.bars[-1].end
-            yield Path([(start, foot), *tops, (end, foot)], "curve")
+            yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
 
 
 def envelope(curve: Points, length: float) -> Points:
