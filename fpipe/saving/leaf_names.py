@@ -204,11 +204,10 @@ class Names:
 
     def states(self) -> dict[int, StageTree]:
         """What the stages here carry, as it is in the beginning."""
-        carrying = {stage: self.stages[stage].stage for stage in self.pipe.here}
         return {
-            stage: self.tree(stage, of.initial_state, state=True)
-            for stage, of in carrying.items()
-            if of.state
+            index: self.tree(index, stage.initial_state, state=True)
+            for index, stage in enumerate(self.pipe.config.functions)
+            if stage.state and index in self.pipe.here
         }
 
     def expected(

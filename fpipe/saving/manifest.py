@@ -27,6 +27,7 @@ from .. import __version__
 from ..actions import progress
 from ..collectives.codec import DTYPES, MOST_LEVELS, Node
 from ..errors import CheckpointError
+from ._processes import AnyPath
 from .files import File, exactly, hashed, opened, size_of
 
 NAME = "manifest.json"
@@ -255,11 +256,11 @@ def flush_folder(folder: Path) -> None:
         os.close(number)
 
 
-def is_complete(folder: str | os.PathLike[str]) -> bool:
+def is_complete(folder: AnyPath) -> bool:
     """Whether a folder holds a complete checkpoint."""
     return (Path(folder) / NAME).is_file()
 
 
-def discard(folder: str | os.PathLike[str]) -> None:
+def discard(folder: AnyPath) -> None:
     """Make a checkpoint incomplete, if it is complete: the next one may be written there."""
     (Path(folder) / NAME).unlink(missing_ok=True)

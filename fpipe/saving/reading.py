@@ -9,7 +9,6 @@ files are written.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ..collectives.codec import Node, dtype_name, from_bytes, from_node
 from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import (
+    AnyPath,
     Pipe,
     agree,
     and_more,
@@ -43,7 +43,7 @@ from .structures import Structures, tied_parts
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     pipe: Pipe,
     *names: str,
     like: Sequence[Tree] | None = None,

@@ -9,30 +9,28 @@ write. Must not know how files are read.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
-from ..actions import progress
+from ..actions import progress, write_bytes
+from ..collectives.bounded import in_thread
 from ..collectives.codec import to_bytes
 from ..errors import CheckpointError
 from ..tree import Tree
-from ._processes import Pipe, agree, everyone, folder_of, is_first, writer_of
+from ._processes import AnyPath, Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Facts, Place, collect, merged
 from .files import File, grouped, write
 from .leaf_names import Names
 from .manifest import Leaf, Manifest, Piece, flush_folder, is_complete
 
-T = TypeVar("T")
 #: Bytes of a file of tensors at most, but for a larger tensor.
 MOST_FILE = 2 << 30
 _POLL = 0.02
@@ -70,7 +68,7 @@ class Saving:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     pipe: Pipe,
     *,
     params: Sequence[Tree] | None = None,
@@ -137,28 +135,13 @@ def _start(
     places = holding.places
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
-    written = _started(lambda: job.write(places), folder)
+    # the end of the program waits for these threads, and so does a load of the folder
+    name = writer_of(folder)
+    written = in_thread(lambda: job.write(places), name, daemon=False)
+    completed = None
     if is_first(pipe):
-        completed = _started(lambda: job.complete(facts, written), folder)
-    else:
-        completed = None
+        completed = in_thread(lambda: job.complete(facts, written), name, daemon=False)
     return Saving(folder, pipe, written, completed)
-
-
-def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
-    """Run a function on a thread that the end of the program, and a load of the folder, wait
-    for.
-    """
-    future = Future[T]()
-
-    def run() -> None:
-        try:
-            future.set_result(fn())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=writer_of(folder)).start()
-    return future
 
 
 # ---- the folder ----
@@ -226,9 +209,7 @@ class _Job:
             raise
 
     def _list(self, content: object) -> None:
-        part = self.folder / f".{secrets.token_hex(8)}.part"
-        part.write_text(json.dumps(content), encoding="utf-8")
-        part.rename(self._list_of(self.number))
+        write_bytes(self._list_of(self.number), json.dumps(content).encode())
 
     def _list_of(self, number: int) -> Path:
         return self.folder / f"{number:05}.{self.token}.json"

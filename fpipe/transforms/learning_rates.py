@@ -112,12 +112,11 @@ def warmup_stable_decay(
             "step at least, and "
             "as many steps as both together"
         )
-    begin = steps - decay
     return _after_warmup(
         peak,
         warmup,
         steps,
-        lambda done: min(1.0, (1 - done) * (steps - warmup) / (steps - begin)),
+        lambda done: min(1.0, (1 - done) * (steps - warmup) / decay),
         end,
     )
 
@@ -144,7 +143,7 @@ def _after_warmup(
 
 def _check(**counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        if type(count) is not int or count < 0:
             raise TransformError(
                 f"{name}={count!r}; give a number of steps, an integer of 0 or more"
             )

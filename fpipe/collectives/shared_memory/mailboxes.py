@@ -173,22 +173,12 @@ class SharedMemory:
 
     def wait(self, src: int, reader: LaneReader) -> None:
         """Poll, then sleep, until the next piece has arrived."""
-
-        def sleep() -> None:
-            reader.sleep(_SLICE if self._retry() else _RETRY)
-
-        end = _CLOCK() + self._poll
-        while not reader.has():
-            if _CLOCK() >= end:
-                self._until(reader.has, src, "for a message from", sleep)
+        self._poll_for(reader.has, src, lambda: reader.sleep(_SLICE if self._retry() else _RETRY))
 
     def wait_any(self, receives: Sequence[tuple[int, Work]]) -> None:
         """Poll, then sleep for short times, until one of several receives is done."""
         src, _ = receives[0]
         reader = self._inboxes[src, PLANS].reader
-
-        def ready() -> bool:
-            return any(work.done() for _, work in receives)
 
         def sleep() -> None:
             if self._retry():
@@ -196,6 +186,9 @@ class SharedMemory:
             else:
                 time.sleep(_RETRY)
 
+        self._poll_for(lambda: any(work.done() for _, work in receives), src, sleep)
+
+    def _poll_for(self, ready: Callable[[], bool], src: int, sleep: Callable[[], None]) -> None:
         end = _CLOCK() + self._poll
         while not ready():
             if _CLOCK() >= end:

@@ -120,18 +120,11 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
     value = value_of(node)
     if value is not None:
         key = storage(node, value)
-        constant = _behind_view(body, node)
-        if constant is not None:
-            body.constants[node] = body.storages[key] = constant
+        op = operator_of(node)
+        source = node.args[0] if op is not None and returns_views(op) and node.args else None
+        if source in body.constants:  # a view of a captured tensor
+            body.constants[node] = body.storages[key] = body.constants[source]
         copy.meta[STORAGE] = body.storages.get(key, (body.number, key))
-
-
-def _behind_view(body: _Body, node: fx.Node) -> Hashable:
-    """The storage of the captured tensor of which a node is a view."""
-    op = operator_of(node)
-    if op is not None and returns_views(op) and node.args:
-        return body.constants.get(node.args[0])
-    return None
 
 
 def _constant(body: _Body, node: fx.Node) -> fx.Node:

@@ -31,7 +31,7 @@ from .sharding import Layout, Share
 
 @dataclass(frozen=True, slots=True)
 class OfShare(Op):
-    """What concerns leaves of a stage, ``share``."""
+    """What concerns leaves of a stage, ``share``; subclasses have no further fields."""
 
     share: Share
 
@@ -44,7 +44,6 @@ class OfShare(Op):
         return ("of all copies", self.share.stage, self.share.gradients)
 
 
-@dataclass(frozen=True, slots=True)
 class _Started(OfShare):
     """A collective that is under way until its WAIT."""
 
@@ -53,7 +52,6 @@ class _Started(OfShare):
         return account.live
 
 
-@dataclass(frozen=True, slots=True)
 class Reduce(_Started):
     """Start to reduce the gradients of a stage over the copies."""
 
@@ -82,7 +80,6 @@ class Reduce(_Started):
         return step
 
 
-@dataclass(frozen=True, slots=True)
 class Unshard(_Started):
     """Start to gather a stage's parameters from the parts of all copies."""
 
@@ -103,7 +100,6 @@ class Unshard(_Started):
         return step
 
 
-@dataclass(frozen=True, slots=True)
 class Reshard(OfShare):
     """Free gathered parameters."""
 
@@ -119,7 +115,6 @@ class Reshard(OfShare):
         return step
 
 
-@dataclass(frozen=True, slots=True)
 class Landed(OfShare):
     """WAIT for what was reduced or gathered. Parameters may be gathered again: earlier values
     have ended then.
@@ -244,15 +239,11 @@ def _gathered(
     limit = max([allowed, *map(len, reads)])
     phases = [(0, len(row))]
     if job.phased:
-        forwards = list(takewhile(_is_forward, row))
+        forwards = list(takewhile(lambda entry: all(part.op == "F" for part in entry.parts), row))
         phases = [(0, len(forwards)), (len(forwards), len(row))]
     for begin, end in phases:
         for position, changes in enumerate(_of_phase(reads[begin:end], limit), begin):
             yield position, *changes
-
-
-def _is_forward(entry: AnyAction) -> bool:
-    return all(part.op == "F" for part in entry.parts)
 
 
 def _of_phase(
@@ -313,12 +304,12 @@ def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int
 def _summed_first(of: OfCopies, job: LoweringInput, rank: int) -> list[int]:
     """Stages here whose gradients are summed over ranks or stages before the copies reduce them."""
     tied = {stage for group in of.tied for stage, _ in group}
-    stages = []
-    for stage in range(job.stages):
-        ranks = job.schedule.placement.ranks_of(stage)
-        if rank in ranks and (stage in tied or len(ranks) > 1):
-            stages.append(stage)
-    return stages
+    placement = job.schedule.placement
+    return [
+        stage
+        for stage in placement.stages_of(rank)
+        if stage in tied or len(placement.ranks_of(stage)) > 1
+    ]
 
 
 def _reduces(

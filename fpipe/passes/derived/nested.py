@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from ... import tree
 from ...actions.product import feature
@@ -58,7 +59,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     more = call.has_aux or call.each is not None
     aux: Tree = None
 
-    def value(*tensors: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+    def value(*tensors: Tensor) -> tuple[Tensor, Tree]:
         nonlocal aux
         params, batch = chosen.around(tensors)
         if isinstance(x, Microbatches):
@@ -86,11 +87,11 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     config = call.config
     run = _runner(call)
     outputs: list[Tree] = []
-    losses: list[torch.Tensor] = []
+    losses: list[Tensor] = []
     auxes: list[Tree] = []
     for m in range(call.number):
         y = x.tree(m)
-        extra: torch.Tensor | None = None
+        extra: Tensor | None = None
         for s, stage in enumerate(config.functions):
             returned = run(stage, s, m, [_like(wide[s], call.params[s])], y)
             y, more, *_ = result_of(stage, returned)

@@ -115,18 +115,15 @@ def choose(
         bubble = max(t.bubble, 0.0)
         fits = is_within(limit, t)
         candidates.append(Candidate(name, schedule, t.span, bubble, max(t.peak_bytes), fits))
-    ranked = sorted(
-        candidates,
-        key=lambda each: (
-            not each.fits,
-            round(each.span, 9),
-            descends(each.schedule),
-            each.name == "Solved",
-        ),
-    )
+    ranked = sorted(candidates, key=_order)
     bound = min(bounds)
     bound = Bound(min(ranked[0].span, bound), bound.reason)
     return Choice(tuple(ranked), bound, costs.unit)
+
+
+def _order(one: Candidate) -> tuple[bool, float, bool, bool]:
+    descending = descends(one.schedule)
+    return not one.fits, round(one.span, 9), descending, one.name == "Solved"
 
 
 def _kinds(
@@ -173,6 +170,7 @@ def descends(schedule: Schedule) -> bool:
 
 #: op or figure -> stage -> its value
 Figures = Mapping[str, Mapping[int, float]]
+SECONDS = 2.0  #: of a search
 TRIES = 4  #: choices whose plans are checked against the memory
 
 
@@ -286,6 +284,7 @@ class Auto:
                     self.stages,
                     limit,
                     placement=placement,
+                    time_limit=SECONDS,
                     replicate=self.replicate,
                 )
                 best = choice.best

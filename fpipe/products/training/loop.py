@@ -369,7 +369,8 @@ class Loop:
             if means is None:
                 return None
             loss, grads = unflatten(spec, means)
-        updates, state = self.tx.update(grads, state, now.params)
+        tx = self.tx
+        updates, state = tx.update(grads, state, now.params)
         state = (state, states) if stateful else state
         return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
 
