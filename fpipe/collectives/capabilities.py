@@ -151,7 +151,10 @@ class Reduction(NamedTuple):
 
 
 def reduction(
-    can: Capabilities, op: str, dtype: torch.dtype, cpu: Capabilities | None = None
+    can: Capabilities,
+    op: str,
+    dtype: torch.dtype,
+    cpu: Capabilities | None = None,
 ) -> Reduction:
     """The method of a reduction; ``cpu`` are the group's capabilities for CPU tensors, if it
     carries them too.

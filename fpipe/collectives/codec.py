@@ -225,7 +225,12 @@ _FACTORIES = {
 
 
 def to_node(
-    value: object, path: str, special: Special = plain, *, fields: bool = True, wire: bool = False
+    value: object,
+    path: str,
+    special: Special = plain,
+    *,
+    fields: bool = True,
+    wire: bool = False,
 ) -> Node:
     """The node of a value; GroupError, which names path and type, for what is not data.
 
@@ -402,7 +407,11 @@ def _node_classes() -> Mapping[type, Any]:
 
 
 def _node(
-    module: str, name: str, metadata: object, children: Sequence[object], path: str
+    module: str,
+    name: str,
+    metadata: object,
+    children: Sequence[object],
+    path: str,
 ) -> object:
     entries = [
         entry

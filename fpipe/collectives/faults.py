@@ -96,7 +96,11 @@ class FaultMonitor:
 
     @contextmanager
     def waiting(
-        self, peer: int | None, doing: str, peers: Sequence[int] = (), start: float = 0.0
+        self,
+        peer: int | None,
+        doing: str,
+        peers: Sequence[int] = (),
+        start: float = 0.0,
     ) -> Iterator[None]:
         """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is
         diagnosed.
@@ -171,7 +175,11 @@ class FaultMonitor:
         return self._diagnosed(error, self._peers(peer), doing, 0.0)
 
     def _diagnosed(
-        self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float
+        self,
+        error: BaseException,
+        peers: tuple[int, ...],
+        doing: str,
+        seconds: float,
     ) -> GroupError:
         if self.broken is not None:
             return self.broken

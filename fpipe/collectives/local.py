@@ -185,7 +185,10 @@ class LocalGroup(Group):
         return in_order(requested, lambda: post().wait(), lambda before: len(sent) > before)
 
     def _channel(
-        self, src: int, dst: int, stream: int = 0
+        self,
+        src: int,
+        dst: int,
+        stream: int = 0,
     ) -> tuple[deque[Tensors], deque[Pending]]:
         check_channel(src, dst, self.size)
         return self._channels[src, dst, stream]

@@ -82,7 +82,12 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Store:
 
 
 def _call_roll(
-    store: BoundedStore, prefix: str, rank: int, size: int, seconds: float, end: float
+    store: BoundedStore,
+    prefix: str,
+    rank: int,
+    size: int,
+    seconds: float,
+    end: float,
 ) -> None:
     """Wait until every rank has come; raises GroupError with the ranks that have not."""
     store.set(f"{prefix}/here/{rank}", "")

@@ -33,7 +33,11 @@ Started: TypeAlias = tuple[dist.Work | None, Callable[[], Tensor]]
 
 
 def start_reduce(
-    memory: Tensor, method: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool
+    memory: Tensor,
+    method: Reduction,
+    group: dist.ProcessGroup,
+    scatter: bool,
+    native: bool,
 ) -> Started:
     """Start ``all_reduce``, in ``memory`` itself where possible. ``native``: the backend can
     scatter the result.

@@ -120,10 +120,7 @@ def init(
 
 
 def _seconds(timeout: float | timedelta) -> float:
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    else:
-        seconds = float(timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not seconds > 0:
         raise GroupError(
             f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"

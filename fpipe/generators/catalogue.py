@@ -171,7 +171,11 @@ def make_schedule(
 
 
 def schedule_from(
-    source: Source, ranks: int, microbatches: int, stages: int | None = None, slices: int = 1
+    source: Source,
+    ranks: int,
+    microbatches: int,
+    stages: int | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """The schedule that ``source`` describes; not yet checked.
 

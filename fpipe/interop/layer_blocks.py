@@ -78,7 +78,10 @@ class SharedLayer:
         self.block = Block(self._run)
 
     def _run(
-        self, tensors: Mapping[str, Tensor], args: tuple[Tree, ...], kwargs: Mapping[str, Tree]
+        self,
+        tensors: Mapping[str, Tensor],
+        args: tuple[Tree, ...],
+        kwargs: Mapping[str, Tree],
     ) -> Tree:
         passed = dict(tensors)
         result = functional_call(self.layer, passed, args, dict(kwargs), tie_weights=False)

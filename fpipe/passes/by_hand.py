@@ -55,7 +55,11 @@ def forward(
 
 
 def backward(
-    programs: Programs, saved: Carried, dy: Tree, *, daux: torch.Tensor | None = None
+    programs: Programs,
+    saved: Carried,
+    dy: Tree,
+    *,
+    daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Tree]:
     """``(dx, dparams)``."""
     values = _run(programs.b, {**saved.values, **_cotangents(programs, dy, daux)})
@@ -64,7 +68,11 @@ def backward(
 
 
 def backward_input(
-    programs: Programs, saved: Carried, dy: Tree, *, daux: torch.Tensor | None = None
+    programs: Programs,
+    saved: Carried,
+    dy: Tree,
+    *,
+    daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Carried]:
     """``(dx, kept)``."""
     values = _run(programs.i, {**saved.values, **_cotangents(programs, dy, daux)})

@@ -114,7 +114,11 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        ignored: int,
     ) -> tuple[Tensor, Tensor]:
         losses, norms = chunked_losses(hidden, weight, targets, chunk, ignored)
         return losses, norms
@@ -159,7 +163,11 @@ class _Gradient(torch.autograd.Function):
 # ---- operations: opaque to traces and compilers ----
 @custom_op("fpipe::chunked_losses", mutates_args=())
 def chunked_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    ignored: int,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, and the logarithm of the sum of its exponentials."""
     counted = targets != ignored
@@ -251,7 +259,11 @@ def _by_element(op: Any) -> None:
 
 @chunked_losses.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    ignored: int,
 ) -> tuple[Tensor, Tensor]:
     losses = hidden.new_empty(targets.shape, dtype=_wide(hidden))
     return losses, torch.empty_like(losses)

@@ -62,7 +62,10 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
 
 
 def check(
-    ins: Instruction, box: Sequence[object], out: Sequence[object], random: Tensor | None
+    ins: Instruction,
+    box: Sequence[object],
+    out: Sequence[object],
+    random: Tensor | None,
 ) -> None:
     """Raise ActionError where a program's results, or the gradients that it added to, hold NaN or
     infinity.

@@ -14,7 +14,10 @@ from .streams import drawn
 
 
 def drawing(
-    op: Run, run: RunFn, ins: Instruction, machine: Machine
+    op: Run,
+    run: RunFn,
+    ins: Instruction,
+    machine: Machine,
 ) -> Callable[[Registers, list[Any]], Sequence[Any]]:
     """Run a program that draws on the stream of its stage, microbatch and letter."""
     assert ins.action is not None

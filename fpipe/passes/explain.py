@@ -251,10 +251,7 @@ def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
         if ins.kind == "EACH"
         else str(ins.action)
     )
-    if ins.program is not None and ins.program.stage:
-        whose = f" ({ins.program.stage})"
-    else:
-        whose = ""
+    whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
     kind = ""
     if not isinstance(error, FpipeError):
         kind = f" raised {type(error).__name__}{where(error)}"

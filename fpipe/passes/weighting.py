@@ -79,7 +79,10 @@ def weights_of(
 
 
 def _count(
-    reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[str, Any]
+    reduction: Weighted,
+    mb: int,
+    targets: Sequence[Any],
+    sides: Mapping[str, Any],
 ) -> Tensor:
     """The weight of a microbatch before it is divided by the sum of all."""
     try:

@@ -108,7 +108,12 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
 
 
 def check_unused(
-    pipe: Pipe, names: Iterable[str], used: Iterable[str], text: str, remedy: str, strict: bool
+    pipe: Pipe,
+    names: Iterable[str],
+    used: Iterable[str],
+    text: str,
+    remedy: str,
+    strict: bool,
 ) -> None:
     """Names of tensors that no process uses are an error; if not ``strict``, a warning on the first
     process. ``text`` is the message, with ``{}`` for such names.

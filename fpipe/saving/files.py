@@ -172,8 +172,7 @@ def header(file: BufferedReader, what: str) -> dict[str, Header]:
         length = _LENGTH.unpack(exactly(file, 0, _LENGTH.size))[0]
         if not 2 <= length <= min(MOST_HEADER, size_of(file) - _LENGTH.size):
             raise ValueError(f"a header of {length} bytes in a file of {size_of(file)}")
-        text = exactly(file, _LENGTH.size, length)
-        rows = json.loads(text, object_pairs_hook=_unique)
+        rows = json.loads(exactly(file, _LENGTH.size, length), object_pairs_hook=_unique)
         if not isinstance(rows, dict):
             raise ValueError("its header is no object")
         rows.pop("__metadata__", None)
@@ -222,7 +221,11 @@ def exactly(file: BufferedReader, begin: int, count: int) -> bytearray:
 
 
 def hashed(
-    file: BufferedReader, begin: int, end: int, low: int = 0, high: int = 0
+    file: BufferedReader,
+    begin: int,
+    end: int,
+    low: int = 0,
+    high: int = 0,
 ) -> tuple[bytearray, str]:
     """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, and the hash of all."""
     digest = hashlib.sha256()

@@ -169,7 +169,12 @@ class Names:
 
     # ---- trees of a stage here ----
     def tree(
-        self, stage: int, params: tree.Tree, *, whole: bool = False, state: bool = False
+        self,
+        stage: int,
+        params: tree.Tree,
+        *,
+        whole: bool = False,
+        state: bool = False,
     ) -> StageTree:
         """The parameters of a stage as they are on this process, ``whole`` or in parts; or its
         ``state``, by names of a module's buffers, or as those of leaves.

@@ -154,8 +154,7 @@ class Manifest:
         """
         start = len(_START) + 64
         text = raw[start + len(_BETWEEN) : len(raw) - len(_END)]
-        digest = hashlib.sha256(text).hexdigest()
-        if raw != _START + digest.encode() + _BETWEEN + text + _END:
+        if raw != _START + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _END:
             raise ValueError("its hash is another one")
         rows = json.loads(text)
         if rows.get("format") != FORMAT:

@@ -260,10 +260,7 @@ class Reader:
         leaf = self.leaf(key)
         if leaf is None:
             others = [name for name in self.manifest.leaves if name.startswith(f"{key}@")]
-            if others:
-                why = f"; it was saved for each copy of the pipeline, {others}"
-            else:
-                why = ""
+            why = f"; it was saved for each copy of the pipeline, {others}" if others else ""
             raise CheckpointError(
                 f"{self.folder} has no leaf {key!r}{why}: load it with as many copies"
             )

@@ -119,10 +119,7 @@ def _rows(pipe: Pipe, trees: Mapping[int, StageTree], dtype: torch.dtype | None)
             value = leaf.value
             writes = rank in pipe.group.here and leaf.home in (None, stage)
             if is_tensor(value) and writes:
-                if dtype is not None and value.is_floating_point():
-                    kind = dtype
-                else:
-                    kind = value.dtype
+                kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 rows.append(Row(stage, index, rank, leaf.key, leaf.shape, dtype_name(kind)))
     return rows
 

@@ -13,12 +13,13 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 from ..actions import progress, write_bytes
 from ..collectives.bounded import in_thread
@@ -31,6 +32,7 @@ from .files import File, grouped, write
 from .leaf_names import Names
 from .manifest import Leaf, Manifest, Piece, flush_folder, is_complete
 
+T = TypeVar("T")
 #: Bytes of a file of tensors at most, but for a larger tensor.
 MOST_FILE = 2 << 30
 _POLL = 0.02
@@ -115,7 +117,11 @@ def save(
 
 
 def _start(
-    folder: Path, pipe: Pipe, params: Sequence[Tree] | None, more: Mapping[str, Tree], wait: bool
+    folder: Path,
+    pipe: Pipe,
+    params: Sequence[Tree] | None,
+    more: Mapping[str, Tree],
+    wait: bool,
 ) -> Saving:
     """Collect, agree on what is written, and start the threads."""
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
@@ -135,13 +141,18 @@ def _start(
     places = holding.places
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
-    # the end of the program waits for these threads, and so does a load of the folder
-    name = writer_of(folder)
-    written = in_thread(lambda: job.write(places), name, daemon=False)
+    written = _started(lambda: job.write(places), folder)
     completed = None
     if is_first(pipe):
-        completed = in_thread(lambda: job.complete(facts, written), name, daemon=False)
+        completed = _started(lambda: job.complete(facts, written), folder)
     return Saving(folder, pipe, written, completed)
+
+
+def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
+    """Run a function on a thread that the end of the program, and a load of the folder, wait
+    for.
+    """
+    return in_thread(fn, writer_of(folder), daemon=False)
 
 
 # ---- the folder ----
@@ -202,8 +213,7 @@ class _Job:
                     files[name], found = write(self.folder / name, [p.entry for p in group])
                     for place, where in zip(group, found, strict=True):
                         pieces.append([place.key, place.first, place.last, name, *where])
-            hashes = [_hash(place) for place in places if place.repeated]
-            self._list([files, pieces, hashes])
+            self._list([files, pieces, [_hash(place) for place in places if place.repeated]])
         except Exception as error:
             self._list(f"{type(error).__name__}: {error}")
             raise

@@ -82,7 +82,12 @@ def warmup_linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
 
 def warmup_stable_decay(
-    peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0
+    peak: float,
+    *,
+    warmup: int,
+    decay: int,
+    steps: int,
+    end: float = 0.0,
 ) -> LearningRate:
     """A linear rise to ``peak``, then ``peak``, then over the last ``decay`` of ``steps`` a linear
     fall to ``end``.
@@ -122,7 +127,11 @@ def warmup_stable_decay(
 
 
 def _after_warmup(
-    peak: float, warmup: int, steps: int, shape: Callable[[float], float], end: float = 0.0
+    peak: float,
+    warmup: int,
+    steps: int,
+    shape: Callable[[float], float],
+    end: float = 0.0,
 ) -> LearningRate:
     """A rise to ``peak``, then ``shape`` of the part of the rest that is done: 1 stands for
     ``peak``, 0 for ``end``.

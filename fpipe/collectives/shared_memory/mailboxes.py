@@ -104,7 +104,10 @@ class SharedMemory:
         return tensors
 
     def _write(
-        self, writer: LaneWriter, buffers: Sequence[Tensor], message: Sequence[Piece]
+        self,
+        writer: LaneWriter,
+        buffers: Sequence[Tensor],
+        message: Sequence[Piece],
     ) -> None:
         if self._late:
             self._retry()
@@ -146,7 +149,10 @@ class SharedMemory:
         return self._inboxes[src, kind].request(form)
 
     def fetcher(
-        self, form: WireFormat, src: int, kind: int = PLANS
+        self,
+        form: WireFormat,
+        src: int,
+        kind: int = PLANS,
     ) -> Callable[[], Tensors | None]:
         """A function that returns the next message if it arrives within the time of polling, and no
         earlier one was requested and not read.
@@ -203,7 +209,11 @@ class SharedMemory:
         )
 
     def _until(
-        self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]
+        self,
+        ready: Callable[[], bool],
+        peer: int,
+        doing: str,
+        sleep: Callable[[], None],
     ) -> None:
         self._monitor.until(ready, peer, doing, sleep, lambda: self._gone(peer))
 

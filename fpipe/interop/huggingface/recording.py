@@ -144,7 +144,10 @@ class Recording(TorchDispatchMode):
             self._keep(tensor, Value(INPUT, leaf))
 
     def run(
-        self, whole: nn.Module, tensors: Mapping[str, Tensor], keywords: Mapping[str, object]
+        self,
+        whole: nn.Module,
+        tensors: Mapping[str, Tensor],
+        keywords: Mapping[str, object],
     ) -> Recording:
         """Run a clone of the model, whose units are observed, with these parameters and buffers."""
         arguments = {**self.inputs, **self.side, **keywords}

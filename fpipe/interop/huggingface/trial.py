@@ -47,7 +47,10 @@ _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
 
 
 def try_forward(
-    model: nn.Module, whole: nn.Module, units: Units, example: Mapping[str, Tensor] | None
+    model: nn.Module,
+    whole: nn.Module,
+    units: Units,
+    example: Mapping[str, Tensor] | None,
 ) -> tuple[Flow, list[Recording], bool]:
     """Run a model a few times.
 
@@ -86,8 +89,7 @@ def try_forward(
         without_values = []
     real = [first, run(large)]
     training = without_values if model.training else []
-    flow = flow_of(model, [*real, *training], sides, keywords)
-    return flow, real, bool(without_values)
+    return flow_of(model, [*real, *training], sides, keywords), real, bool(without_values)
 
 
 def _recorded(

@@ -137,7 +137,10 @@ _SHARED: Definitions = WeakKeyDictionary()
 
 
 def called(
-    within: Calls, block: Block, args: tuple[object, ...], kwargs: dict[str, object]
+    within: Calls,
+    block: Block,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Tree:
     """The result of a call of a block while a stage is traced."""
     leaves, spec = tree.flatten((args, kwargs))
@@ -254,8 +257,7 @@ class _Function(torch.autograd.Function):
             raise InexactError("a block is differentiated twice")
         graph = _graph(call, [None if dy is None else Aval.like(dy) for dy in grad_outputs])
         call.traced.append(graph)
-        cotangents = [dy for dy in grad_outputs if dy is not None]
-        gradients = iter(BACKWARD(cotangents, call.number))
+        gradients = iter(BACKWARD([dy for dy in grad_outputs if dy is not None], call.number))
         return None, *(None if node is None else next(gradients) for node in graph.gradients)
 
 

@@ -90,7 +90,10 @@ class Graph:
         return replace(graph, places=places), _copied(graph.recorded.results)
 
     def _recorded(
-        self, tensors: Sequence[Tensor], moved: Sequence[bool], step: TensorStep
+        self,
+        tensors: Sequence[Tensor],
+        moved: Sequence[bool],
+        step: TensorStep,
     ) -> Graph:
         """With a graph that reads copies of the arguments that moved."""
         fixed: list[Tensor | None] = []
@@ -159,7 +162,11 @@ def unrecordable(call: Call, cache: Cache, tensors: Sequence[Tensor]) -> str:
 
 
 def captured(
-    call: Call, cache: Cache, prepare: Callable[..., Call], arguments: tuple[Any, ...], value: bool
+    call: Call,
+    cache: Cache,
+    prepare: Callable[..., Call],
+    arguments: tuple[Any, ...],
+    value: bool,
 ) -> Any:
     """``calls.value_and_grad`` by the graph of its signature; ``prepare`` makes a call of the
     arguments.

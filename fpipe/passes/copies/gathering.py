@@ -203,7 +203,10 @@ class _OnRank(Feature):
 
 
 def _steps(
-    of: OfCopies, job: LoweringInput, rank: int, added: Set[Key]
+    of: OfCopies,
+    job: LoweringInput,
+    rank: int,
+    added: Set[Key],
 ) -> Iterator[list[Instruction]]:
     """The instructions before each position of the row, at the end of each phase, and after the
     row; ``added`` grows meanwhile.
@@ -313,7 +316,10 @@ def _summed_first(of: OfCopies, job: LoweringInput, rank: int) -> list[int]:
 
 
 def _reduces(
-    of: OfCopies, job: LoweringInput, stages: Iterable[int], added: Set[Key]
+    of: OfCopies,
+    job: LoweringInput,
+    stages: Iterable[int],
+    added: Set[Key],
 ) -> list[OfShare]:
     """REDUCE of the gradients of each stage that has any."""
     reduces: list[OfShare] = []

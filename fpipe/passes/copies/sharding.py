@@ -105,8 +105,7 @@ class Layout:
         for leaf, start in zip(bucket.leaves, bucket.starts, strict=True):
             end = start + self.numel(leaf)
             first = min(max(start, low), end)
-            last = max(min(end, high), first)
-            yield leaf, first - start, last - start, max(first - low, 0)
+            yield leaf, first - start, max(min(end, high), first) - start, max(first - low, 0)
 
     def numel(self, leaf: int) -> int:
         """Elements of a whole leaf."""
@@ -317,7 +316,11 @@ class Shares:
         return layout
 
     def seen(
-        self, stage: int, value: tree.Tree, leaves: Sequence[object], frozen: Sequence[str]
+        self,
+        stage: int,
+        value: tree.Tree,
+        leaves: Sequence[object],
+        frozen: Sequence[str],
     ) -> tuple[list[object], Layout]:
         """The leaves of a call as the stage will see them, those that come in parts without data;
         and their layout.

@@ -71,10 +71,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     every = tuple(range(len(chosen.leaves)))
     grads, (loss, tensors) = torch.func.grad_and_value(value, every, has_aux=True)(*chosen.leaves)
     out = (loss, Chosen(aux, tree.is_tensor).around(tensors)) if more else loss
-    if call.loss_scale is None:
-        scaled = grads
-    else:
-        scaled = [grad * call.loss_scale for grad in grads]
+    scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
     return out, tuple((dp, dx)[n] for n in call.argnums)
@@ -161,10 +158,7 @@ def _runner(call: Call) -> Callable[..., Tree]:
         fn: Callable[..., Tree], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
     ) -> Tree:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
-        if call.seed is None:
-            start = None
-        else:
-            start = seed_of(call.seed, index, numbered(mb), "F")
+        start = None if call.seed is None else seed_of(call.seed, index, numbered(mb), "F")
         sides = side_inputs.of_stage(config.sides[index], call.sides)
         side = {name: part.tree(mb) for name, part in sides.items()}
         kept = tree.leaves((params, side))

@@ -164,7 +164,10 @@ def _variant(config: Config, probing: bool) -> Pipeline:
 
 
 def _with_numbers(
-    pipe: Pipeline, batches: tuple[Tree, ...], side: dict[str, Tree], numbers: Tensor | None
+    pipe: Pipeline,
+    batches: tuple[Tree, ...],
+    side: dict[str, Tree],
+    numbers: Tensor | None,
 ) -> tuple[Microbatches, list[int]]:
     """x by microbatches, with a number for each row and None for auxiliary losses; and how many
     rows each has.

@@ -139,7 +139,10 @@ def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
 
 
 def _unknown(
-    stage: Stage, signature: Signature, on_fakes: Exception, on_numbers: Exception
+    stage: Stage,
+    signature: Signature,
+    on_fakes: Exception,
+    on_numbers: Exception,
 ) -> Exception:
     """The error for a function that runs neither on fake tensors nor on invented numbers."""
     if isinstance(explain(on_fakes, stage.label, ""), ActionError):
@@ -162,7 +165,10 @@ def devices_of(signature: Signature) -> list[torch.device]:
 
 # ---- one run ----
 def run_recording(
-    stage: Stage, signature: Signature, groups: Sequence[Sequence[object]], copies: bool
+    stage: Stage,
+    signature: Signature,
+    groups: Sequence[Sequence[object]],
+    copies: bool,
 ) -> Result:
     """Call the function with parts under ``fpipe.remat`` as checkpoints; a stage under it as a
     whole without.

@@ -100,7 +100,11 @@ class Families:
         return None
 
     def extended(
-        self, stage: Stage, signature: Signature, unused: frozenset[int], occasion: object
+        self,
+        stage: Stage,
+        signature: Signature,
+        unused: frozenset[int],
+        occasion: object,
     ) -> Families:
         """With a symbolic trace that serves a signature, or with the signature among those that get
         their own trace.
@@ -180,7 +184,11 @@ def programs_of(
 
 
 def _traced(
-    stage: Stage, signature: Signature, unused: frozenset[int], axes: Sequence[Axes], varied: int
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int],
+    axes: Sequence[Axes],
+    varied: int,
 ) -> Family:
     """A trace with a symbol for each group of axes; RuntimeError where it holds for one size of the
     first ones, and InexactError where its operations are not those of a trace of this size.

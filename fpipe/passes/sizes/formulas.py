@@ -179,7 +179,10 @@ def operations_of(programs: Programs) -> Counter[tuple[str, str]]:
 
 
 def _program_at(
-    program: Program, numbers: Numbers, operation: Callable[[Operation], Operation], label: str
+    program: Program,
+    numbers: Numbers,
+    operation: Callable[[Operation], Operation],
+    label: str,
 ) -> Program:
     """The program for other sizes. It shares the code, which refers to sizes by name."""
     assert isinstance(program.run, FunctionType)

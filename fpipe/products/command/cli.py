@@ -39,7 +39,7 @@ doctor     doctor:command        Probe this machine's backend, and list the reme
 """
 #: name -> (module:function, line); a module is loaded when its command runs
 COMMANDS = {
-    name: (function, line)
+    name: (f"{__package__}.{function}", line)
     for name, function, line in (row.split(maxsplit=2) for row in _TABLE.strip().splitlines())
 }
 
@@ -66,7 +66,7 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        return getattr(import_module(f".{module}", __package__), attribute)
+        return getattr(import_module(module), attribute)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

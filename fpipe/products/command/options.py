@@ -75,10 +75,7 @@ def option(form: str, about: str, default: object = None, **more: Any) -> Callab
         default = default if "/" in value else False
         return click.option(*names, value, is_flag=True, default=default, help=about, **more)
     choices = value.split("|")
-    if choices[1:]:
-        kind = click.Choice(choices, case_sensitive=False)
-    else:
-        kind = TYPES.get(value)
+    kind = click.Choice(choices, case_sensitive=False) if choices[1:] else TYPES.get(value)
     details = {"metavar": value, "type": kind, **more}
     if default is not None:
         details["default"] = default

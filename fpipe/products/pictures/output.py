@@ -186,9 +186,6 @@ def titled(text: str) -> str:
 def folded(summary: str, text: str) -> str:
     """Text in fixed width below a line that opens it; of a long one the beginning."""
     lines = text.splitlines()
-    if len(lines) > MOST_LINES:
-        more = f"\n... and {len(lines) - MOST_LINES} more lines"
-    else:
-        more = ""
+    more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
     return f"<details><summary>{escape(summary)}</summary><pre>{shown}</pre></details>"

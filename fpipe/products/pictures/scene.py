@@ -230,10 +230,11 @@ def without_dips(curve: Points) -> Points:
     """A curve without dips of no length, where one action frees memory at the moment at which the
     next one takes it.
     """
-    points: list[tuple[float, float]] = []
-    for (time, held), (next_time, next_held) in pairwise(curve):
-        if time < next_time or held > next_held:
-            points.append((time, held))
+    points = [
+        (time, held)
+        for (time, held), (next_time, next_held) in pairwise(curve)
+        if time < next_time or held > next_held
+    ]
     return [*points, *curve[-1:]]
 
 
@@ -252,8 +253,7 @@ def _gaps(timeline: Timeline, bars: Sequence[Bar]) -> Iterator[Gap]:
             cause = "imbalance" if bar.wait else "other"
         sent = bar.start
         if free and bar.wait:
-            ended = timeline.ends[bar.wait.rank][bar.wait.position]
-            sent = min(max(ended, free), bar.start)
+            sent = min(max(timeline.ends[bar.wait.rank][bar.wait.position], free), bar.start)
         yield Gap(free, sent, cause)
         yield Gap(sent, bar.start, "message")
         free = max(free, bar.end)

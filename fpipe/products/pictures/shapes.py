@@ -181,9 +181,9 @@ def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
     length = piece(scene, f.scale)
     count = ceil(scene.total / length - 1e-9)
     edges = [min(k * length, scene.total) for k in range(count + 1)]
-    work: list[Interval] = []
-    for start, end, key in busy(lane):  # shades are not told apart
-        work.append((start, end, f"{key[0]}0" if key[0] in OPS else key))
+    work = [  # shades are not told apart
+        (start, end, f"{key[0]}0" if key[0] in OPS else key) for start, end, key in busy(lane)
+    ]
     parts = shares([*work, *lane.gaps], edges)
     heights = [0.0] * len(parts)
     areas: list[Path] = []
@@ -192,8 +192,7 @@ def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
             grown = zip(heights, parts, strict=True)
             heights = [min(height + part.get(colour, 0.0), 1.0) for height, part in grown]
             tops = [foot - round(height * f.lane / FINEST) * FINEST for height in heights]
-            steps = zip(edges, [*tops, foot], strict=True)
-            areas.append(Path([(0.0, foot), *steps], colour))
+            areas.append(Path([(0.0, foot), *zip(edges, [*tops, foot], strict=True)], colour))
     return reversed(areas)
 
 

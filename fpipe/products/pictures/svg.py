@@ -204,10 +204,8 @@ def _style(body: str, shades: int, dark: bool | None, scope: str) -> Iterator[st
     def rules(dark: bool) -> Iterator[str]:
         colours = palette(shades, dark)
         for kind in used:
-            if kind in colours:
-                yield f"{scope}.{kind}{{fill:{colours[kind]}}}"
-            else:
-                yield f"{scope}.{kind}{{fill:{ink(colours[kind[:-1]])}}}"
+            fill = colours[kind] if kind in colours else ink(colours[kind[:-1]])
+            yield f"{scope}.{kind}{{fill:{fill}}}"
         line = f"fill-opacity:.3;stroke:{colours['curve']};stroke-width:.8"
         yield f"{scope}path.curve{{{line}}}"
 

@@ -122,12 +122,14 @@ def choose(
 
 
 def _order(one: Candidate) -> tuple[bool, float, bool, bool]:
-    descending = descends(one.schedule)
-    return not one.fits, round(one.span, 9), descending, one.name == "Solved"
+    return not one.fits, round(one.span, 9), descends(one.schedule), one.name == "Solved"
 
 
 def _kinds(
-    placement: Placement | None, ranks: int, stages: int, replicate: bool
+    placement: Placement | None,
+    ranks: int,
+    stages: int,
+    replicate: bool,
 ) -> Iterator[Kind | Placement]:
     """The placements that are solved."""
     several = placement is not None and placement.replicated
@@ -263,7 +265,11 @@ class Auto:
         return self.chosen[microbatches][0]
 
     def _agreed(
-        self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0
+        self,
+        microbatches: int,
+        costs: Costs,
+        placement: Placement | None,
+        used: float = 0.0,
     ) -> tuple[Schedule, str]:
         """What rank 0 chooses for these costs, and why; ``used`` is the memory that is not for
         activations. Collective.

@@ -141,7 +141,10 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
 
 
 def _column(
-    entries: Sequence[Entry], field: str, show: Callable[[float], str], best: Callable[[str], str]
+    entries: Sequence[Entry],
+    field: str,
+    show: Callable[[float], str],
+    best: Callable[[str], str],
 ) -> list[str]:
     """The head and the cells of a column, of one width."""
     texts = [show(getattr(entry, field)) for entry in entries]

@@ -125,7 +125,11 @@ def _spread(
 
 
 def solve_replicated(
-    costs: Costs, ranks: int, microbatches: int, stages: int | None, memory: Memory
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    stages: int | None,
+    memory: Memory,
 ) -> tuple[Schedule, Bound]:
     """The named schedule of the least span on the best partition that fits the memory, and the load
     of its busiest rank as a bound on the span of any partition.

@@ -100,7 +100,10 @@ def _variants(problem: Problem, costs: Costs) -> Iterator[Problem]:
 
 
 def _schedules(
-    problem: Problem, filled: Filled, costs: Costs, plain: bool = True
+    problem: Problem,
+    filled: Filled,
+    costs: Costs,
+    plain: bool = True,
 ) -> Iterator[tuple[float, Schedule]]:
     """A solution as a schedule, where that is wanted, and with whole and fused backwards; without
     those that do not fit in memory or whose ranks block each other.

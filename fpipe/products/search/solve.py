@@ -177,7 +177,10 @@ def _best(
 
 
 def _paths(
-    costs: Costs, ranks: int, placement: Kind | Placement, stages: int | None
+    costs: Costs,
+    ranks: int,
+    placement: Kind | Placement,
+    stages: int | None,
 ) -> list[tuple[int, ...]]:
     """For each placement that is tried, the ranks of its stages."""
     if isinstance(placement, Placement):

@@ -209,7 +209,11 @@ def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
 
 
 def _interleaved(
-    problem: Problem, rank: int, group: int, warm_up: int, pause: int | None
+    problem: Problem,
+    rank: int,
+    group: int,
+    warm_up: int,
+    pause: int | None,
 ) -> list[int]:
     """The passes of a rank: microbatches in groups, each through all stages of the rank; no forward
     follows the backward ``pause``.

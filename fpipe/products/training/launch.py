@@ -154,7 +154,10 @@ def _context(start: str | None, fn: Callable[..., object]) -> Any:
 def _start(context: Any, fn: partial[T], env: dict[str, str]) -> _Child:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_run, args=(theirs, fn, env), name=f"fpipe-rank-{env['RANK']}", daemon=True
+        target=_run,
+        args=(theirs, fn, env),
+        name=f"fpipe-rank-{env['RANK']}",
+        daemon=True,
     )
     try:
         process.start()
