@@ -133,11 +133,8 @@ def _in_order(schedule: Schedule) -> list[AnyAction]:
             starts = latest.setdefault((part.stage, part.op), [0.0] * schedule.microbatches)
             starts[part.whole] = span.start
     latest = {kind: list(accumulate(starts, max)) for kind, starts in latest.items()}
-
-    def place(part: Action) -> tuple[float, int]:
-        return latest[part.stage, part.op][part.whole], part.whole
-
-    return list[AnyAction](sorted(parts, key=place))
+    parts.sort(key=lambda part: (latest[part.stage, part.op][part.whole], part.whole))
+    return list[AnyAction](parts)
 
 
 __all__ = ["rerouted"]

@@ -304,9 +304,9 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 309_900
+    assert tokens <= 307_600
     assert tokens / lines <= 9.06
-    assert PACKAGE.total("anys") <= 490
+    assert PACKAGE.total("anys") <= 488
 
 
 #: The heart and the engine: what DESIGN calls rings 0 and 1. Shared memory and the launchers of
@@ -333,7 +333,7 @@ def test_the_core_does_not_grow():
         if module.entry in CORE
         and not name.startswith(("collectives.shared_memory", "collectives.launchers"))
     ]
-    assert sum(core) <= 109_900
+    assert sum(core) <= 109_800
 
 
 def test_no_regression():

@@ -307,11 +307,10 @@ class _Engine:
         for i, dx in dxs.items():
             planned = dx is None or i in self.dxs
             self._expect(planned, f"the gradient of its input {i}", "one that is not None", "None")
-        gradients = []
-        for i, aval in self.dxs.items():
-            dx = dxs[i]
-            gradients.append(_as_planned(_zeros(aval) if dx is None else dx, aval))
-        return tuple(gradients)
+        return tuple(
+            _as_planned(_zeros(aval) if (dx := dxs[i]) is None else dx, aval)
+            for i, aval in self.dxs.items()
+        )
 
     def _weight_grads(self, dps: Grads, sums: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradients, or none once each is added into its sum; an unused parameter adds
@@ -326,11 +325,9 @@ class _Engine:
                 if gradient is not None:
                     total.add_(gradient)
             return ()
-        gradients = []
-        for i, aval in self.dps.items():
-            dp = dps[i]
-            gradients.append(_zeros(aval) if dp is None else resolved(dp))
-        return tuple(gradients)
+        return tuple(
+            _zeros(aval) if (dp := dps[i]) is None else resolved(dp) for i, aval in self.dps.items()
+        )
 
     # ---- all four ----
     def programs(self) -> Programs:

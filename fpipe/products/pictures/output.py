@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from html import escape
 from importlib import import_module
 from os import PathLike, fspath
@@ -96,12 +95,12 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
     fpipe.errors.FpipeError: no picture is written as '.gif' (picture.gif); use .svg, .png, .pdf,
     .html, .json or .txt
     """
-    look = look or Look()
-
-    def painted(paint: Callable[[Scenes, Look], str | bytes]) -> str | bytes:
-        return paint(scenes(timeline, look.difference), look)
-
-    write("picture", path, {suffix: partial(painted, paint) for suffix, paint in _PAINTERS.items()})
+    shown = look or Look()
+    writers = {
+        suffix: lambda paint=paint: paint(scenes(timeline, shown.difference), shown)
+        for suffix, paint in _PAINTERS.items()
+    }
+    write("picture", path, writers)
 
 
 def write(
