@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.command import options, save
 from benchmarks.measure import alternate, ratio
-from fpipe.devices.allocator import keep_freed
+from fpipe.devices.kinds import keep_freed
 from fpipe.transforms import Transform, adamw, apply_updates, chain, clip_by_global_norm
 
 STAGES, LAYERS = 8, 100

@@ -33,6 +33,20 @@ class CallTimeoutError(RuntimeError):
     """A call did not return in time."""
 
 
+def in_thread(function: Callable[[], T], name: str, *, daemon: bool) -> Future[T]:
+    """What a function returns or raises that runs in a thread of its own."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return future
+
+
 def within(
     seconds: float, function: Callable[[], T], check: Callable[[], object] | None = None
 ) -> T:
@@ -44,15 +58,7 @@ def within(
     >>> within(1.0, lambda: 3)
     3
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="fpipe-waits", daemon=True).start()
+    future = in_thread(function, "fpipe-waits", daemon=True)
     end = time.monotonic() + seconds
     while True:
         left = end - time.monotonic()

@@ -239,7 +239,11 @@ class C10dGroup(Group):
             )
 
     def _post(
-        self, call: Callable[..., dist.Work], buffers: list[Tensor], peer: int, doing: str
+        self,
+        call: Callable[..., dist.Work],
+        buffers: list[Tensor],
+        peer: int,
+        doing: str,
     ) -> list[dist.Work]:
         tag = self._agreement.tag if self._tagged else 0
         try:

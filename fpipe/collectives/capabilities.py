@@ -25,14 +25,17 @@ from ..errors import UnsupportedError
 from .group import OPS
 
 #: dtype class -> its dtypes
-DTYPES = {
-    "float": (torch.float32, torch.float64),
-    "half": (torch.float16, torch.bfloat16),
-    "fp8": (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    "complex": (torch.complex64, torch.complex128, torch.complex32),
-    "int": (torch.uint8, torch.int8, torch.int32, torch.int64),
-    "odd": (torch.int16, torch.uint16, torch.uint32, torch.uint64),
-    "bool": (torch.bool,),
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    name: tuple(getattr(torch, dtype) for dtype in dtypes.split())
+    for name, dtypes in {
+        "float": "float32 float64",
+        "half": "float16 bfloat16",
+        "fp8": "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz",
+        "complex": "complex64 complex128 complex32",
+        "int": "uint8 int8 int32 int64",
+        "odd": "int16 uint16 uint32 uint64",
+        "bool": "bool",
+    }.items()
 }
 _CLASS = {dtype: name for name, dtypes in DTYPES.items() for dtype in dtypes}
 #: The dtype in which a backend is asked where it does not support another one.
@@ -91,6 +94,7 @@ class Capabilities(NamedTuple):
 
 
 _MOVES = ("p2p", "gather")
+_ALL = ("sum", "max", "min", *_MOVES)
 #: What the documentation of torch.distributed demands of every backend.
 _BASE = {"sum": "float", **dict.fromkeys(_MOVES, "float int")}
 _COMMON = "float half int"
@@ -126,9 +130,9 @@ TABLE: tuple[Capabilities, ...] = (
     # min reported as sum. A receive before a send in one group deadlocks.
     Capabilities("xpu", "xccl", dict.fromkeys(("sum", *_MOVES), _COMMON)),
     # Messages are strictly ordered, paired and synchronous.
-    Capabilities("npu", "hccl", dict.fromkeys(("sum", "max", "min", *_MOVES), _COMMON)),
-    Capabilities("hpu", "hccl", dict.fromkeys(("sum", "max", "min", *_MOVES), _COMMON)),
-    Capabilities("cpu", "mpi", dict.fromkeys(("sum", "max", "min", *_MOVES), "float int")),
+    Capabilities("npu", "hccl", dict.fromkeys(_ALL, _COMMON)),
+    Capabilities("hpu", "hccl", dict.fromkeys(_ALL, _COMMON)),
+    Capabilities("cpu", "mpi", dict.fromkeys(_ALL, "float int")),
 )
 
 
@@ -147,7 +151,10 @@ class Reduction(NamedTuple):
 
 
 def reduction(
-    can: Capabilities, op: str, dtype: torch.dtype, cpu: Capabilities | None = None
+    can: Capabilities,
+    op: str,
+    dtype: torch.dtype,
+    cpu: Capabilities | None = None,
 ) -> Reduction:
     """The method of a reduction; ``cpu`` are the group's capabilities for CPU tensors, if it
     carries them too.

@@ -225,7 +225,12 @@ _FACTORIES = {
 
 
 def to_node(
-    value: object, path: str, special: Special = plain, *, fields: bool = True, wire: bool = False
+    value: object,
+    path: str,
+    special: Special = plain,
+    *,
+    fields: bool = True,
+    wire: bool = False,
 ) -> Node:
     """The node of a value; GroupError, which names path and type, for what is not data.
 
@@ -308,10 +313,7 @@ class _Writer(NamedTuple):
             ]
         if cls in _node_classes():
             parts, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
-            if self.wire:
-                writer = self
-            else:
-                writer = self._replace(special=plain)
+            writer = self if self.wire else self._replace(special=plain)
             constants = writer.node(metadata, f"{self.path}, a constant of {cls.__qualname__},")
             rows = [self.row(n, part) for n, part in zip(entries, parts, strict=True)]
             return ["node", *name, constants, rows]
@@ -405,7 +407,11 @@ def _node_classes() -> Mapping[type, Any]:
 
 
 def _node(
-    module: str, name: str, metadata: object, children: Sequence[object], path: str
+    module: str,
+    name: str,
+    metadata: object,
+    children: Sequence[object],
+    path: str,
 ) -> object:
     entries = [
         entry

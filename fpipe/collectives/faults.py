@@ -97,7 +97,11 @@ class FaultMonitor:
 
     @contextmanager
     def waiting(
-        self, peer: int | None, doing: str, peers: Sequence[int] = (), start: float = 0.0
+        self,
+        peer: int | None,
+        doing: str,
+        peers: Sequence[int] = (),
+        start: float = 0.0,
     ) -> Iterator[None]:
         """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is
         diagnosed.
@@ -172,7 +176,11 @@ class FaultMonitor:
         return self._diagnosed(error, self._peers(peer), doing, 0.0)
 
     def _diagnosed(
-        self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float
+        self,
+        error: BaseException,
+        peers: tuple[int, ...],
+        doing: str,
+        seconds: float,
     ) -> GroupError:
         if self.broken is not None:
             return self.broken
@@ -357,8 +365,5 @@ def _of_backend(error: Exception) -> bool:
 def _short(error: BaseException) -> str:
     """The first sentence of an error, without the source location that torch puts before it."""
     text = str(error).strip().splitlines()
-    if text:
-        line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0])
-    else:
-        line = type(error).__name__
+    line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0]) if text else type(error).__name__
     return line.split(". ")[0][:500]

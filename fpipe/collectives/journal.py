@@ -91,7 +91,10 @@ class Journal:
         self._lock = threading.RLock()
         end = threading.Event()
         thread = threading.Thread(
-            target=_keep_writing, args=(weakref.ref(self), end), name="fpipe-journal", daemon=True
+            target=_keep_writing,
+            args=(weakref.ref(self), end),
+            name="fpipe-journal",
+            daemon=True,
         )
         thread.start()
         #: Ends the thread.

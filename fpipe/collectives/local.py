@@ -77,7 +77,7 @@ def local(
 
 def check_ranks(name: str, ranks: object) -> None:
     """Raise GroupError if an argument is not a number of ranks."""
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+    if type(ranks) is not int or ranks < 1:
         raise GroupError(f"{name}={ranks!r}; give a whole number of ranks, 1 at least")
 
 
@@ -185,7 +185,10 @@ class LocalGroup(Group):
         return in_order(requested, lambda: post().wait(), lambda before: len(sent) > before)
 
     def _channel(
-        self, src: int, dst: int, stream: int = 0
+        self,
+        src: int,
+        dst: int,
+        stream: int = 0,
     ) -> tuple[deque[Tensors], deque[Pending]]:
         check_channel(src, dst, self.size)
         return self._channels[src, dst, stream]

@@ -89,7 +89,12 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Store:
 
 
 def _call_roll(
-    store: BoundedStore, prefix: str, rank: int, size: int, seconds: float, end: float
+    store: BoundedStore,
+    prefix: str,
+    rank: int,
+    size: int,
+    seconds: float,
+    end: float,
 ) -> None:
     """Wait until every rank has come; raises GroupError with the ranks that have not."""
     store.set(f"{prefix}/here/{rank}", "")
@@ -102,10 +107,7 @@ def _call_roll(
     if missing:
         if rank == 0:
             time.sleep(_LINGER)
-        if len(missing) > _SHOWN:
-            more = f" and {len(missing) - _SHOWN} more"
-        else:
-            more = ""
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise GroupError(
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:_SHOWN])}{more} did "
             f"not come within {seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it "

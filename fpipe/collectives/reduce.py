@@ -33,7 +33,11 @@ Started: TypeAlias = tuple[dist.Work | None, Callable[[], Tensor]]
 
 
 def start_reduce(
-    memory: Tensor, method: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool
+    memory: Tensor,
+    method: Reduction,
+    group: dist.ProcessGroup,
+    scatter: bool,
+    native: bool,
 ) -> Started:
     """Start ``all_reduce``, in ``memory`` itself where possible. ``native``: the backend can
     scatter the result.
@@ -46,10 +50,7 @@ def start_reduce(
     part_of(memory, 0, size if scatter else 1)
     if not memory.numel():
         return None, lambda: memory
-    if method.staged:
-        device = torch.device("cpu")
-    else:
-        device = memory.device
+    device = torch.device("cpu") if method.staged else memory.device
     carried = memory.detach().to(device, method.carry).contiguous()
     pieces = [carried]
     if method.ask == "gather":

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..devices import current, kind, pick
-from ..devices.allocator import keep_freed
+from ..devices import current, keep_freed, kind, pick
 from ..errors import FpipeError, GroupError
 from ._store import backends as backends_of, prefixed, set_timeout
 from .bounded import BoundedStore, host, of_group
@@ -121,10 +120,7 @@ def init(
 
 
 def _seconds(timeout: float | timedelta) -> float:
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    else:
-        seconds = float(timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not seconds > 0:
         raise GroupError(
             f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0"

@@ -38,7 +38,11 @@ class Trail(NamedTuple):
 
 
 def search(
-    journal: Journal, me: int, peers: Sequence[int], lost: bool, others: Sequence[int]
+    journal: Journal,
+    me: int,
+    peers: Sequence[int],
+    lost: bool,
+    others: Sequence[int],
 ) -> Trail:
     """From the ranks that this one waits for, of which one broke its connection if ``lost``.
 
@@ -55,7 +59,11 @@ def search(
 
 
 def _walk(
-    journal: Journal, me: int, peers: Sequence[int], lost: bool, silent: frozenset[int]
+    journal: Journal,
+    me: int,
+    peers: Sequence[int],
+    lost: bool,
+    silent: frozenset[int],
 ) -> tuple[Trail, set[int]]:
     """The most likely cause, and the ranks that were visited."""
     queue = deque((rank, lost and len(peers) == 1, "") for rank in peers)
@@ -85,7 +93,11 @@ def _walk(
 
 
 def _state(
-    rank: int, entry: Entry | None, gone: bool, silent: bool, readable: bool
+    rank: int,
+    entry: Entry | None,
+    gone: bool,
+    silent: bool,
+    readable: bool,
 ) -> tuple[int, str]:
     """How likely a rank is the cause, and why."""
     if entry is None:

@@ -5,8 +5,7 @@
 This package must not know groups or stages.
 """
 
-from .allocator import keep_freed
-from .kinds import KINDS, DeviceKind, cores, current, kind, pick, wide
+from .kinds import KINDS, DeviceKind, cores, current, keep_freed, kind, pick, wide
 
 __all__ = [
     "KINDS",

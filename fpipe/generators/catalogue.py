@@ -144,7 +144,7 @@ def make_schedule(
     """
     counts = {"ranks": ranks, "microbatches": microbatches, "slices": slices, "stages": stages}
     for what, count in counts.items():
-        if not _is_count(count) and (what, count) != ("stages", None):
+        if (type(count) is not int or count < 1) and (what, count) != ("stages", None):
             raise wrong_count(what, count)
     entry = ENTRIES.get(key(name))
     if entry is None:
@@ -170,12 +170,12 @@ def make_schedule(
         return entry.make(ranks, microbatches, count).sliced(slices)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def schedule_from(
-    source: Source, ranks: int, microbatches: int, stages: int | None = None, slices: int = 1
+    source: Source,
+    ranks: int,
+    microbatches: int,
+    stages: int | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """The schedule that ``source`` describes; not yet checked.
 

@@ -63,7 +63,11 @@ def by_groups(
 
 
 def _looped(
-    name: str, patterns: Sequence[str], order: _Order, back: _Order, microbatches: int
+    name: str,
+    patterns: Sequence[str],
+    order: _Order,
+    back: _Order,
+    microbatches: int,
 ) -> Schedule:
     """The schedule of patterns, with forwards in ``order`` and backwards in the order ``back``."""
     ranks = len(patterns)

@@ -60,10 +60,7 @@ def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> Sc
         )
     unit = ranks * step
     above = -(-stages // unit) * unit
-    if above > unit:
-        fits = f"{above - unit} or {above}"
-    else:
-        fits = f"{above}"
+    fits = f"{above - unit} or {above}" if above > unit else f"{above}"
     return ScheduleError(
         f"{name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give "
         f"stages={fits}, and a pipeline as many functions, or other ranks",

@@ -24,8 +24,7 @@ def with_replicas(
     times: Sequence[float],
 ) -> Schedule:
     """See ``replicas.replicated``."""
-    make = feature("replicas").replicated
-    return make(name, groups, copies, microbatches, times)
+    return feature("replicas").replicated(name, groups, copies, microbatches, times)
 
 
 def about_schedule(name: str) -> str:

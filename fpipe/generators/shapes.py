@@ -74,7 +74,11 @@ def two_directions(
 
 
 def one_chunk_a_rank(
-    name: str, patterns: Sequence[str], microbatches: int, stages: int, slices: int = 1
+    name: str,
+    patterns: Sequence[str],
+    microbatches: int,
+    stages: int,
+    slices: int = 1,
 ) -> Schedule:
     """A schedule whose ranks hold one chunk each: a pattern for each rank, and stage r on rank r.
 

@@ -154,10 +154,7 @@ class Bound:
                     continue
                 parameter = row.get(name)
                 if parameter is None or grad.shape != parameter.shape:
-                    if parameter is None:
-                        shape = "no such parameter"
-                    else:
-                        shape = list(parameter.shape)
+                    shape = "no such parameter" if parameter is None else list(parameter.shape)
                     raise StageError(
                         f"the gradient of {name!r} in stage {stage} has shape {list(grad.shape)}, "
                         f"the module {shape}; pass the gradients of this pipeline, with zero= "

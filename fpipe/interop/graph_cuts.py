@@ -291,7 +291,10 @@ class _Tracer(fx.Tracer):
             self.traced.update(cut.rsplit(".", up)[0] for up in range(1, cut.count(".") + 1))
 
     def create_args_for_root(
-        self, root_fn: Callable[..., object], is_module: bool, concrete_args: object = None
+        self,
+        root_fn: Callable[..., object],
+        is_module: bool,
+        concrete_args: object = None,
     ) -> tuple[Callable[..., object], list[object]]:
         """Return the forward and a placeholder for each argument, which a decorator may hide."""
         forward = self.root.forward

@@ -45,10 +45,7 @@ def make_block(layer: nn.Module) -> None:
 
 def _layer_forward(layer: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
     """Run a layer. While a stage is traced it is a block shared with equal layers."""
-    if BLOCKS.get() is None:
-        shared = None
-    else:
-        shared = shared_by_equals(layer)
+    shared = None if BLOCKS.get() is None else shared_by_equals(layer)
     if shared is not None and not shared.alone:
         try:
             return shared.block(tensors_of(layer), args, kwargs)
@@ -81,7 +78,10 @@ class SharedLayer:
         self.block = Block(self._run)
 
     def _run(
-        self, tensors: Mapping[str, Tensor], args: tuple[Tree, ...], kwargs: Mapping[str, Tree]
+        self,
+        tensors: Mapping[str, Tensor],
+        args: tuple[Tree, ...],
+        kwargs: Mapping[str, Tree],
     ) -> Tree:
         passed = dict(tensors)
         result = functional_call(self.layer, passed, args, dict(kwargs), tie_weights=False)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .. import Pipeline, stream, tree
 from ..errors import StageError
@@ -32,7 +32,7 @@ from .module_function import (
 
 #: By stage, tensors by name; None for a stage on another process, and for a tensor that is left as
 #: it is.
-ByStage: TypeAlias = Sequence[Mapping[str, torch.Tensor | None] | None]
+ByStage: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 
 
 def from_module(
@@ -41,7 +41,7 @@ def from_module(
     *,
     side: Sequence[str] = (),
     state: Sequence[str] = (),
-) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+) -> tuple[list[Stage], list[dict[str, Tensor]]]:
     """Cut a module into pure stages.
 
     The stages know which parameters are frozen (``requires_grad=False``) and which are tied (one
@@ -163,14 +163,14 @@ def to_module(
     return model
 
 
-def _write_rows(targets: Mapping[str, torch.Tensor], rows: ByStage) -> None:
+def _write_rows(targets: Mapping[str, Tensor], rows: ByStage) -> None:
     for stage, row in enumerate(rows):
         for name, value in (row or {}).items():
             if value is not None:
                 _write(targets, name, value, f" of stage {stage}")
 
 
-def _write(targets: Mapping[str, torch.Tensor], name: str, value: torch.Tensor, where: str) -> None:
+def _write(targets: Mapping[str, Tensor], name: str, value: Tensor, where: str) -> None:
     if name not in targets:
         raise StageError(
             f"params{where} hold {name!r}, which the module does not have; pass the module that "

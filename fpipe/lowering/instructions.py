@@ -2,7 +2,7 @@
 """The table of instructions: one class for each kind, which alone says what the kind means.
 
 A class states how its instruction is printed, which bytes it holds, and how it becomes a function
-of the registers. Features add more classes, for example ``passes/copies/instructions.py``.
+of the registers. Features add more classes, for example ``passes/copies/gathering.py``.
 
 Steps of programs and messages are generated as source for their numbers of slots: a loop over two
 slots costs more than the slots.

@@ -55,7 +55,11 @@ def forward(
 
 
 def backward(
-    programs: Programs, saved: Carried, dy: Tree, *, daux: torch.Tensor | None = None
+    programs: Programs,
+    saved: Carried,
+    dy: Tree,
+    *,
+    daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Tree]:
     """``(dx, dparams)``."""
     values = _run(programs.b, {**saved.values, **_cotangents(programs, dy, daux)})
@@ -64,7 +68,11 @@ def backward(
 
 
 def backward_input(
-    programs: Programs, saved: Carried, dy: Tree, *, daux: torch.Tensor | None = None
+    programs: Programs,
+    saved: Carried,
+    dy: Tree,
+    *,
+    daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Carried]:
     """``(dx, kept)``."""
     values = _run(programs.i, {**saved.values, **_cotangents(programs, dy, daux)})
@@ -108,9 +116,6 @@ def _gradients(names: Sequence[str | None], like: Flat, values: Values) -> Tree:
     leaves, spec = like
     gradients = []
     for name, leaf in zip(names, leaves, strict=True):
-        if tree.is_floating(leaf):
-            zero = torch.zeros_like(leaf)
-        else:
-            zero = None
+        zero = torch.zeros_like(leaf) if tree.is_floating(leaf) else None
         gradients.append(zero if name is None else values[name])
     return tree.unflatten(spec, gradients)

@@ -114,7 +114,11 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        ignored: int,
     ) -> tuple[Tensor, Tensor]:
         losses, norms = chunked_losses(hidden, weight, targets, chunk, ignored)
         return losses, norms
@@ -141,7 +145,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(of_weight: bool, *args: Any) -> Tensor:
-        gradient: Tensor = (chunked_dweight if of_weight else chunked_dhidden)(*args)
+        gradient: Tensor = chunked_gradient(of_weight, *args)
         return gradient
 
     @staticmethod
@@ -159,7 +163,11 @@ class _Gradient(torch.autograd.Function):
 # ---- operations: opaque to traces and compilers ----
 @custom_op("fpipe::chunked_losses", mutates_args=())
 def chunked_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    ignored: int,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, and the logarithm of the sum of its exponentials."""
     counted = targets != ignored
@@ -181,8 +189,9 @@ def chunked_losses(
     return torch.where(counted, norms - picked, 0.0), norms
 
 
-@custom_op("fpipe::chunked_dhidden", mutates_args=())
-def chunked_dhidden(
+@custom_op("fpipe::chunked_gradient", mutates_args=())
+def chunked_gradient(
+    of_weight: bool,
     dlosses: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -191,32 +200,18 @@ def chunked_dhidden(
     chunk: int,
     ignored: int,
 ) -> Tensor:
-    """The gradient of ``hidden``, for the gradient of each loss."""
-    total = torch.zeros_like(hidden, dtype=_wide(hidden))
+    """The gradient of ``weight``, or that of ``hidden``, for the gradient of each loss."""
     scale = torch.where(targets == ignored, 0.0, dlosses)
+    like, dtype = (weight, weight.dtype) if of_weight else (hidden, _wide(hidden))
+    gradient = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     for start, logits in _logits(hidden, weight, chunk):
-        dlogits = _dlogits(logits, targets, norms, scale, start).to(weight.dtype)
-        total += dlogits @ weight[start : start + chunk]
-    return total.to(hidden.dtype)
-
-
-@custom_op("fpipe::chunked_dweight", mutates_args=())
-def chunked_dweight(
-    dlosses: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    norms: Tensor,
-    chunk: int,
-    ignored: int,
-) -> Tensor:
-    """The gradient of ``weight``, for the gradient of each loss."""
-    gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    scale = torch.where(targets == ignored, 0.0, dlosses)
-    for start, logits in _logits(hidden, weight, chunk):
-        dlogits = _dlogits(logits, targets, norms, scale, start).to(hidden.dtype)
-        torch.mm(dlogits.T, hidden, out=gradient[start : start + chunk])
-    return gradient
+        dlogits = _dlogits(logits, targets, norms, scale, start)
+        part = slice(start, start + chunk)
+        if of_weight:
+            torch.mm(dlogits.to(hidden.dtype).T, hidden, out=gradient[part])
+        else:
+            gradient += dlogits.to(weight.dtype) @ weight[part]
+    return gradient.to(like.dtype)
 
 
 def _logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
@@ -264,21 +259,21 @@ def _by_element(op: Any) -> None:
 
 @chunked_losses.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignored: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    ignored: int,
 ) -> tuple[Tensor, Tensor]:
     losses = hidden.new_empty(targets.shape, dtype=_wide(hidden))
     return losses, torch.empty_like(losses)
 
 
-@chunked_dhidden.register_fake
-def _(dlosses: Tensor, hidden: Tensor, *others: object) -> Tensor:
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+@chunked_gradient.register_fake
+def _(of_weight: bool, dlosses: Tensor, hidden: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    like = weight if of_weight else hidden
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-@chunked_dweight.register_fake
-def _(dlosses: Tensor, hidden: Tensor, weight: Tensor, *others: object) -> Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-
-for _operation in (chunked_losses, chunked_dhidden, chunked_dweight):
+for _operation in (chunked_losses, chunked_gradient):
     _by_element(_operation)

@@ -8,10 +8,10 @@ Knows programs, instructions and registers; it changes no result of a run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..engine.execute import DEBUGGING
@@ -57,17 +57,15 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
     def __enter__(self) -> debug:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         DEBUGGING.set(self.before)
 
 
 def check(
-    ins: Instruction, box: Sequence[object], out: Sequence[object], random: torch.Tensor | None
+    ins: Instruction,
+    box: Sequence[object],
+    out: Sequence[object],
+    random: Tensor | None,
 ) -> None:
     """Raise ActionError where a program's results, or the gradients that it added to, hold NaN or
     infinity.
@@ -79,13 +77,12 @@ def check(
     assert isinstance(ins.op, Run) and ins.action is not None
     program = ins.op.program
     action = ins.action
-    owner = ins.op.owner
-    roles = owner.roles
+    roles = ins.op.owner.roles
     values = dict(zip(program.inputs, box, strict=True))
     added = [name for name in values if name in roles and roles[name].role == "grad"]
     results = dict(zip(program.outputs, out, strict=True))
     for name, value in (*results.items(), *((name, values[name]) for name in added)):
-        scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+        scalar = isinstance(value, Tensor) and value.dim() == 0
         finite = program.name in "BIW" or (program.name == "F" and scalar)
         wrong = _wrong(value, infinity=finite)
         if wrong:
@@ -100,7 +97,7 @@ def check(
 
 def _wrong(value: object, infinity: bool = True) -> str:
     """Which of "NaN" and "infinity" a value holds; empty for neither."""
-    if not isinstance(value, torch.Tensor) or not tree.is_floating(value):
+    if not isinstance(value, Tensor) or not tree.is_floating(value):
         return ""
     if bool(value.isnan().any()):
         return "NaN"
@@ -115,7 +112,7 @@ def _origin(
     values: Mapping[str, object],
     given: Sequence[str],
     name: str,
-    random: torch.Tensor | None,
+    random: Tensor | None,
 ) -> str:
     """Why a value is wrong: the inputs of the program, or its first operation with a wrong
     result.
@@ -140,10 +137,7 @@ def _first_wrong(program: Program, values: Mapping[str, object]) -> str:
         with torch.no_grad():
             value = target(*fill(operation.args, env), **fill(operation.kwargs, env))
         env[operation.name] = value
-        if isinstance(value, (tuple, list)):
-            items = value
-        else:
-            items = (value,)
+        items = value if isinstance(value, (tuple, list)) else (value,)
         wrong = next(filter(None, map(_wrong, items)), "")
         if wrong:
             packet = getattr(target, "overloadpacket", target)
@@ -155,7 +149,7 @@ def _first_wrong(program: Program, values: Mapping[str, object]) -> str:
 
 
 def _range(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return type(value).__name__
     shape = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if not value.numel() or value.is_complex():

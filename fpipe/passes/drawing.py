@@ -14,22 +14,21 @@ from .streams import drawn
 
 
 def drawing(
-    op: Run, run: RunFn, ins: Instruction, machine: Machine
+    op: Run,
+    run: RunFn,
+    ins: Instruction,
+    machine: Machine,
 ) -> Callable[[Registers, list[Any]], Sequence[Any]]:
     """Run a program that draws on the stream of its stage, microbatch and letter."""
     assert ins.action is not None
-    number = numbered(ins.action.microbatch, machine.first)
-    place = (op.stage, number, op.program.name)
+    place = (op.stage, numbered(ins.action.microbatch, machine.first), op.program.name)
     # a segment goes on with the stream of the one before
     resumes, leaves = op.program.stream or (False, False)
 
     def draw(r: Registers, inputs: list[Any]) -> Sequence[Any]:
         if r.seed is None:
             return drawn(run, inputs, machine.device, None)[0]
-        if resumes:
-            start = r.streams.pop(place)
-        else:
-            start = seed_of(r.seed, *place)
+        start = r.streams.pop(place) if resumes else seed_of(r.seed, *place)
         out, state = drawn(run, inputs, machine.device, start, leaves)
         if state is not None:
             r.streams[place] = state

@@ -13,6 +13,7 @@ from os.path import dirname, sep
 from types import GeneratorType
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -180,7 +181,7 @@ def write_error(what: str) -> TraceError:
     )
 
 
-def captured_write_error(label: str, tensor: torch.Tensor) -> TraceError:
+def captured_write_error(label: str, tensor: Tensor) -> TraceError:
     """The error for a stage that writes into a tensor of its closure."""
     return TraceError(
         f"stage {label} writes into a tensor of shape {list(tensor.shape)} that it closes over; "
@@ -208,7 +209,7 @@ def busy_error(seconds: float) -> GroupError:
     )
 
 
-def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
+def captured_gradient_error(label: str, tensor: Tensor) -> TraceError:
     """The error for a stage that closes over a tensor that requires a gradient."""
     return TraceError(
         f"stage {label} closes over a tensor of shape {list(tensor.shape)} that requires a "
@@ -219,7 +220,7 @@ def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
     )
 
 
-def other_parameters_error(label: str, tensor: torch.Tensor) -> TraceError:
+def other_parameters_error(label: str, tensor: Tensor) -> TraceError:
     """The error for a backward that computes with a captured tensor that requires a gradient."""
     return TraceError(
         f"the backward of stage {label} computes with a tensor of shape {list(tensor.shape)} that "
@@ -242,10 +243,7 @@ _CHANGED = "modified by an inplace operation"
 def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
     """The exception to raise for an error of an instruction on a rank."""
     specs = getattr(ins.op, "specs", ())
-    if specs:
-        from_tensors = "(" + ", ".join(map(str, specs)) + ")"
-    else:
-        from_tensors = ""
+    from_tensors = "(" + ", ".join(map(str, specs)) + ")" if specs else ""
     what = (
         ins.kind
         if ins.action is None
@@ -253,10 +251,7 @@ def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
         if ins.kind == "EACH"
         else str(ins.action)
     )
-    if ins.program is not None and ins.program.stage:
-        whose = f" ({ins.program.stage})"
-    else:
-        whose = ""
+    whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
     kind = ""
     if not isinstance(error, FpipeError):
         kind = f" raised {type(error).__name__}{where(error)}"
@@ -331,7 +326,7 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
 def unsendable_error(label: str, leaf: object) -> StageError:
     """The error for a leaf of a stage's output that cannot go to another stage."""
     what = type(leaf).__name__
-    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
         what = f"{leaf.layout} tensor"
     return StageError(
         f"stage {label} returns a {what}, which cannot be sent to the next stage; return tensors "

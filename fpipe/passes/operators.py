@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
-from torch import fx
+from torch.fx import Graph, GraphModule, Node
 
 from ..errors import TraceError
 from ..programs.internals import operator_of, returns_views, updates_statistics
@@ -29,7 +29,7 @@ _LAZY = {"aten._conj.default", "aten._neg_view.default", "aten._efficientzeroten
 
 
 # ---- in a graph as it was traced ----
-def replace_writes_and_convolutions(graph: fx.GraphModule) -> None:
+def replace_writes_and_convolutions(graph: GraphModule) -> None:
     """Remove writes back into inputs, split gradients of convolutions, and refuse places in the
     memory of arguments.
     """
@@ -46,7 +46,7 @@ def replace_writes_and_convolutions(graph: fx.GraphModule) -> None:
             _check_place(node)
 
 
-def viewed(view: fx.Node) -> fx.Node:
+def viewed(view: Node) -> Node:
     """The value whose memory a view shows, through views of views."""
     root = argument(view, 0)
     op = operator_of(root)
@@ -56,7 +56,7 @@ def viewed(view: fx.Node) -> fx.Node:
     return root
 
 
-def _check_place(node: fx.Node) -> None:
+def _check_place(node: Node) -> None:
     """Refuse a place in the memory of an argument: another microbatch begins at another place of
     the same memory.
     """
@@ -69,7 +69,7 @@ def _check_place(node: fx.Node) -> None:
         )
 
 
-def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:
+def _split_convolution(graph: GraphModule, node: Node) -> None:
     """Make input and weight gradients of a convolution two operations: they share no work."""
     mask = node.args[10]
     if not isinstance(mask, (list, tuple)) or not mask[0] or not any(mask[1:]):
@@ -87,7 +87,7 @@ def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 # ---- in a graph that is simplified ----
-def spell_out(graph: fx.GraphModule) -> None:
+def spell_out(graph: GraphModule) -> None:
     """Make updates of running statistics explicit: later readers of a statistic read the new
     value. Resolve lazy tensors that are returned.
     """
@@ -118,7 +118,7 @@ def keeping(kernel: Callable[..., tuple[object, ...]], *args: object) -> tuple[o
         return kernel(*args)
 
 
-def _return_statistics(graph: fx.Graph, node: fx.Node, later: Container[fx.Node]) -> None:
+def _return_statistics(graph: Graph, node: Node, later: Container[Node]) -> None:
     old = [argument(node, 3), argument(node, 4)]
     for what in filter(None, map(shared, old)):
         raise TraceError(
@@ -141,14 +141,14 @@ def _return_statistics(graph: fx.Graph, node: fx.Node, later: Container[fx.Node]
     graph.erase_node(node)
 
 
-def _resolve(graph: fx.GraphModule) -> None:
+def _resolve(graph: GraphModule) -> None:
     """Resolve lazy tensors that are returned, such as conjugates: a message contains numbers, not
     flags of a tensor.
     """
     output = next(iter(graph.graph.find_nodes(op="output")))
     if _LAZY.isdisjoint(str(node.target) for node in graph.graph.nodes):
         return
-    numbers: dict[fx.Node, fx.Node] = {}
+    numbers: dict[Node, Node] = {}
     for node in dict.fromkeys(output.args[0]):
         value = value_of(node)
         if value is not None and node.op == "call_function":

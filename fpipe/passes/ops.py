@@ -47,7 +47,13 @@ _KINDS: dict[str, tuple[str, Callable[[Tensor, str, int, Rows, Rows], Tensor]]] 
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kind: str, name: str, size: int, sent: Rows, received: Rows
+        ctx: Any,
+        x: Tensor,
+        kind: str,
+        name: str,
+        size: int,
+        sent: Rows,
+        received: Rows,
     ) -> Tensor:
         backward, start = _KINDS[kind]
         ctx.reverse = (backward, name, size, received, sent)
@@ -136,7 +142,11 @@ def all_reduce(x: Tensor, group: Members = None) -> Tensor:
 
 
 def _apply(
-    kind: str, x: Tensor, pg: dist.ProcessGroup | None, sent: Rows = (), received: Rows = ()
+    kind: str,
+    x: Tensor,
+    pg: dist.ProcessGroup | None,
+    sent: Rows = (),
+    received: Rows = (),
 ) -> Tensor:
     result: Tensor = (
         x if pg is None else _Collective.apply(x, kind, pg.group_name, pg.size(), sent, received)

@@ -58,9 +58,9 @@ def rehearse(
     params: Sequence[Tree],
     x: Tree,
     *targets: Tree,
-    copies: int = 1,
-    zero: int = 0,
-    note: Callable[[str], None] = lambda text: None,
+    copies: int,
+    zero: int,
+    note: Callable[[str], None],
 ) -> tuple[dict[int, Rehearsed], Spent]:
     """See ``Pipeline.rehearse``."""
     config = replace(pipe.config, group=_group_without_data(pipe.config.group.size))

@@ -19,7 +19,7 @@ from ..engine.config import Config
 from ..engine.pipeline_base import PipelineBase
 from ..errors import StageError
 from ..schedule import Schedule
-from .ordered import by_order
+from .sums import by_order
 
 P = TypeVar("P", bound=PipelineBase[Any, Any])
 
@@ -133,11 +133,8 @@ def _in_order(schedule: Schedule) -> list[AnyAction]:
             starts = latest.setdefault((part.stage, part.op), [0.0] * schedule.microbatches)
             starts[part.whole] = span.start
     latest = {kind: list(accumulate(starts, max)) for kind, starts in latest.items()}
-
-    def place(part: Action) -> tuple[float, int]:
-        return latest[part.stage, part.op][part.whole], part.whole
-
-    return list[AnyAction](sorted(parts, key=place))
+    parts.sort(key=lambda part: (latest[part.stage, part.op][part.whole], part.whole))
+    return list[AnyAction](parts)
 
 
 __all__ = ["rerouted"]

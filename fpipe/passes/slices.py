@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..errors import StageError
@@ -102,7 +103,7 @@ class _Copy(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, values: bool, gradients: bool) -> torch.Tensor:
+    def forward(x: Tensor, values: bool, gradients: bool) -> Tensor:
         if values:
             return x.clone()
         return x.view_as(x)
@@ -112,7 +113,7 @@ class _Copy(torch.autograd.Function):
         ctx.copies = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0].clone() if ctx.copies else grads[0], None, None
 
 
@@ -243,7 +244,7 @@ def check_carry(what: str, stage: Stage) -> None:
         leaves = tree.leaves(stage.initial_carry)
     else:
         leaves = ()
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise StageError(
             f"initial_carry of {what} has a tensor that requires a gradient, which it does not "
             "get; make it a "

@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..engine.parts import Parts
@@ -18,7 +19,7 @@ from ..tree import Tree
 def check(leaves: Sequence[Any], structure: tree.Structure, name: str, slices: int) -> None:
     """Raise BatchError where a leaf cannot be cut into equal slices."""
     for leaf, path in zip(leaves, structure.paths(), strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] % slices:
+        if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] % slices:
             where = ".".join(map(str, path))
             raise BatchError(
                 f"{name}{f' has the leaf {where!r}' if where else ' is a tensor'} of shape "
@@ -36,7 +37,7 @@ def sliced(row: Sequence[Any], slices: int) -> Sequence[Sequence[Any]]:
     """
 
     def cut(leaf: Any) -> Sequence[Any]:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             return [leaf] * slices
         size = leaf.shape[1] // slices
         return [leaf.narrow(1, step * size, size) for step in range(slices)]
@@ -63,6 +64,6 @@ def _whole(leaf: Any, column: Sequence[Any]) -> Any:
     """The gradient of a leaf, from those by slice."""
     if column[0] is None:
         return None
-    if isinstance(leaf, torch.Tensor) and leaf.dim() > 1:
+    if isinstance(leaf, Tensor) and leaf.dim() > 1:
         return torch.cat(list(column), 1)
     return reduce(torch.add, reversed(column))

@@ -13,22 +13,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..programs.internals import exclusive
 
 T = TypeVar("T")
 
 #: The states of random streams by device.
-Streams: TypeAlias = Sequence[tuple[torch.device, torch.Tensor]]
+Streams: TypeAlias = Sequence[tuple[torch.device, Tensor]]
 
 
 def drawn(
     run: Callable[[list[Any]], T],
     box: list[Any],
     device: torch.device,
-    start: int | torch.Tensor | None,
+    start: int | Tensor | None,
     leaves: bool = False,
-) -> tuple[T, torch.Tensor | None]:
+) -> tuple[T, Tensor | None]:
     """``run(box)`` on a stream of its own, which starts at a seed or a state; with ``leaves``, the
     state after it too.
 
@@ -75,13 +76,13 @@ def restore_streams(states: Streams) -> None:
 # All of these name the device: torch.cuda.manual_seed, for example, seeds the current one.
 
 
-def _state(device: torch.device) -> torch.Tensor:
+def _state(device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.default_generator.get_state()
     return torch.get_device_module(device).get_rng_state(*_index(device))
 
 
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
+def _set_state(device: torch.device, state: Tensor) -> None:
     if device.type == "cpu":
         torch.default_generator.set_state(state)
     else:

@@ -2,24 +2,52 @@
 """Sums of gradients over ranks: of stages that several ranks hold, and of tied parameters.
 
 Every rank of every member of a group receives the gradients of the others and adds all of them in
-one order: leaf by leaf, and within a leaf rank by rank.
+one order: leaf by leaf, and within a leaf rank by rank. Where ``by_order`` says so, gradients of a
+stage on several ranks are added in the order of microbatches instead, whatever their ranks.
+
+The running sum goes from rank to rank: the rank of microbatch m receives the sum of all before it,
+adds its gradient, and sends the sum to the rank of microbatch m + 1. The rank of the last one sends
+the total to the others. A gradient that comes before its turn is kept apart until then, and no rank
+waits for its turn before it has something else to run.
+
+For m microbatches these are m - 1 messages of the size of the gradients, where neighbouring
+microbatches are on different ranks, and one for each other rank at the end. A rank receives and
+sends once for each of its microbatches.
+
+``by_order`` says for which stages: those whose ranks run all their stages for each of their
+microbatches, as with ``make_schedule(replicas=)``. In DualPipe and Chimera a rank runs one of its
+stages for some microbatches and another one for others; there each rank has a sum of its own.
+
+The places of steps in the rows come from one simulation of all ranks, in which the stages of a rank
+take as long as it has copies. All steps have one order, by time and microbatch, and a step stands
+behind the actions that began before it and before those that begin later. So there is an order of
+all actions and steps that agrees with all rows and all messages, and no rank waits for ever. On a
+group that blocks sends until they are received, all steps stand at the end of the rows.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
 import torch
 
-from ..lowering.builder import Builder
+from ..actions.action import Action, AnyAction, Placement
+from ..actions.costs import Costs
+from ..lowering.builder import Builder, sum_of
 from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
-from ..lowering.instructions import Recv, Send, Wait
+from ..lowering.instructions import Add, Recv, Send, Wait
 from ..lowering.keys import GradSum, Key, PartialGrad
 from ..lowering.memory import MemoryAccount
 from ..lowering.plan import Feature
 from ..lowering.value_graph import grad
-from ..tree import Spec
+from ..lowering.wired import Settle
+from ..schedule import Schedule
+from ..tree import Aval, Spec
 
 #: A leaf of the parameters: its stage, and its index there.
 Leaf = tuple[int, int]
@@ -148,3 +176,255 @@ class Sum(Op):
             slots[write] = total
 
         return step
+
+
+def by_order(placement: Placement) -> frozenset[int]:
+    """The stages on several ranks whose gradients are added in the order of microbatches.
+
+    >>> sorted(by_order(Placement([[0, 1, 3], [0, 2, 3]], 4, route=[0, 1])))
+    [1]
+    >>> by_order(Placement.bidirectional(2, 4, up=[2, 3]))
+    frozenset()
+    """
+    split = {
+        rank
+        for path in placement.paths
+        for rank in set(path)
+        if path.count(rank) < len(placement.stages_of(rank))
+    }
+    return frozenset(
+        stage
+        for stage in range(placement.stages)
+        if len(placement.ranks_of(stage)) > 1 and split.isdisjoint(placement.ranks_of(stage))
+    )
+
+
+class Step(NamedTuple):
+    """The addition of a microbatch's gradients to the running sum of its stage.
+
+    ``place`` is that of the microbatch in the order, ``position`` that of the first action of
+    the rank behind the step.
+    """
+
+    time: float
+    place: int
+    stage: int
+    unit: int
+    rank: int
+    position: float
+
+
+def steps_of(schedule: Schedule, stages: frozenset[int], late: bool) -> dict[int, list[Step]]:
+    """By stage its steps, in the order of microbatches; ``late``: they stand behind all actions.
+
+    >>> from fpipe import make_schedule
+    >>> s = make_schedule("1F1B", 3, 4, replicas=(2, 1))
+    >>> [(step.rank, step.position) for step in steps_of(s, frozenset({0}), False)[0]]
+    [(0, 3), (1, 3), (0, 4), (1, 4)]
+    """
+    copies = [len(schedule.placement.ranks_of(stage)) for stage in range(schedule.stages)]
+    line = schedule.simulate(Costs(F=copies, I=copies, W=copies))
+    found: dict[int, list[tuple[int, float, int, int]]] = {stage: [] for stage in stages}
+    for rank, row in enumerate(schedule):
+        for action, end in zip(row, line.ends[rank], strict=True):
+            for stage, op, unit in action.parts:
+                if stage in stages and op in "BW":
+                    found[stage].append((unit // schedule.slices, end, unit, rank))
+    chains: dict[int, list[Step]] = {}
+    for stage, parts in found.items():
+        time = 0.0
+        chains[stage] = []
+        for index, (_, end, unit, rank) in enumerate(sorted(parts)):
+            starts = line.starts[rank]
+            begun = bisect_left(starts, max(time, end)) - 1
+            time = max(time, end, line.ends[rank][begun])
+            position = inf if late else bisect_left(starts, time)
+            chains[stage].append(Step(time, index, stage, unit, rank, position))
+    return chains
+
+
+class _Gradient(NamedTuple):
+    """The gradient of a leaf for a microbatch. ``own``: it may become a sum itself."""
+
+    leaf: int
+    key: Key
+    own: bool
+    aval: Aval | None
+
+
+@dataclass(frozen=True)
+class OrderedSums(Sums):
+    """``chains`` are the steps of the stages of which a running sum goes from rank to rank."""
+
+    chains: Mapping[int, Sequence[Step]] = field(default_factory=dict)
+
+    def start(self, builder: Builder) -> Feature:
+        return _InOrder(self, builder)
+
+
+class _InOrder(Feature):
+    def __init__(self, sums: OrderedSums, builder: Builder):
+        rank = builder.rank
+        self.builder = builder
+        self.specs = sums.specs
+        self.chains = sums.chains
+        self.rest = Sums(sums.tied, sums.specs, sums.whole).start(builder)
+        every = sorted(step for chain in self.chains.values() for step in chain)
+        self.own = deque(step for step in every if step.rank == rank)
+        held = builder.job.schedule.placement.stages_of(rank)
+        #: By stage of the rank and place: the leaves that have a sum before that step.
+        self.leaves = {stage: self._leaves(stage) for stage in self.chains if stage in held}
+        #: By rank: the steps before which it sends the sum to this one, in that order.
+        self.coming: dict[int, deque[Step]] = defaultdict(deque)
+        for step in every:
+            following = self._next(step)
+            if following is not None and following.rank == rank != step.rank:
+                self.coming[step.rank].append(following)
+        self.received: set[Step] = set()
+        #: By rank: the steps after which this one sent the sum to it, and which are not settled.
+        self.unsettled: dict[int, deque[Step]] = defaultdict(deque)
+        #: By stage: the microbatch from whose step on this rank has the running sum.
+        self.since: dict[int, int] = {}
+        self.gradients: dict[tuple[int, int], list[_Gradient]] = {}
+
+    def _leaves(self, stage: int) -> list[tuple[int, ...]]:
+        known: tuple[int, ...] = ()
+        found: list[tuple[int, ...]] = [known]
+        for step in self.chains[stage]:
+            dps = self.builder.job.kind(step.unit).programs[stage].dps
+            leaves = {leaf for leaf, name in enumerate(dps) if name is not None}
+            if not leaves.issubset(known):
+                known = tuple(sorted(leaves.union(known)))
+            found.append(known)
+        return found
+
+    def _next(self, step: Step) -> Step | None:
+        """The step after one of the same stage."""
+        chain = self.chains[step.stage]
+        return chain[step.place + 1] if step.place + 1 < len(chain) else None
+
+    def _before(self, step: Step) -> int:
+        """The rank of the step before one of the same stage; -1: it is the first."""
+        return self.chains[step.stage][step.place - 1].rank if step.place else -1
+
+    # ---- what the builder calls ----
+    def act(self, action: AnyAction, position: int) -> bool:
+        self._until(position)
+        return False
+
+    def add(self, action: Action) -> bool:
+        """Keep the gradients of an action until their turn."""
+        stage, _, unit = action
+        if stage not in self.chains:
+            return False
+        builder = self.builder
+        programs = builder.job.kind(unit).programs[stage]
+        kept = self.gradients[stage, unit] = []
+        for leaf, name in enumerate(programs.dps):
+            if name is not None:
+                key = builder.key(programs, stage, unit, name)
+                builder.fetch([key])
+                own = name in programs.fresh and builder.job.accumulate is None
+                kept.append(_Gradient(leaf, key, own, programs.grad_avals.get(name)))
+        return True
+
+    def finish(self) -> None:
+        self._until(inf)
+        for stage in sorted(self.leaves):
+            self._total(stage)
+        self.rest.finish()
+
+    # ---- steps ----
+    def _until(self, position: float) -> None:
+        """Emit the steps up to a position of the row."""
+        rank = self.builder.rank
+        while self.own and self.own[0].position <= position:
+            step = self.own.popleft()
+            if self._before(step) != rank:
+                self.since[step.stage] = step.unit
+                if step.place:
+                    self._receive(step)
+            self._add(step)
+            following = self._next(step)
+            if following is not None and following.rank != rank:
+                self._send(step, following.rank)
+
+    def _add(self, step: Step) -> None:
+        """Add the gradients of a microbatch to the running sum."""
+        before = self.leaves[step.stage][step.place]
+        kept = self.gradients.pop((step.stage, step.unit))
+        if kept:
+            how = tuple("add" if g.leaf in before else "take" if g.own else "copy" for g in kept)
+            accumulate = self.builder.job.accumulate
+            sums = tuple(sum_of(g.aval, accumulate) for g in kept if g.aval is not None)
+            add = Add(how, sums if len(sums) == len(kept) else ())
+            reads = tuple(g.key for g in kept)
+            writes = self._keys(step.stage, self.since[step.stage], [g.leaf for g in kept])
+            action = Action(step.stage, "W", step.unit)
+            self.builder.out.append(Instruction(add, action, reads, writes))
+
+    def _total(self, stage: int) -> None:
+        """The rank of the last microbatch sends the total to the other ranks of a stage."""
+        builder, last = self.builder, self.chains[stage][-1]
+        leaves = self.leaves[stage][-1]
+        totals: tuple[Key, ...] = tuple(grad(stage, leaf) for leaf in leaves)
+        builder.accumulated.update(totals)
+        if last.rank != builder.rank:
+            self._get(last.rank, stage, leaves, totals)
+        elif leaves:
+            sums = self._keys(stage, self.since[stage], leaves)
+            add = Add(("take",) * len(leaves))
+            builder.out.append(Instruction(add, reads=sums, writes=totals))
+            for rank in sorted(set(builder.job.schedule.placement.ranks_of(stage))):
+                if rank != builder.rank:
+                    self._put(rank, stage, leaves, totals)
+
+    # ---- messages ----
+    def _keys(self, stage: int, unit: int, leaves: Sequence[int]) -> tuple[Key, ...]:
+        """The keys of the running sum on this rank, from the step of a microbatch on."""
+        rank = self.builder.rank
+        return tuple((PartialGrad(stage, leaf, rank, -1), unit) for leaf in leaves)
+
+    def _receive(self, step: Step) -> None:
+        """Receive the running sum before a step, and all that its sender sends before that."""
+        sender = self._before(step)
+        while step not in self.received:
+            coming = self.coming[sender].popleft()
+            leaves = self.leaves[coming.stage][coming.place]
+            keys = self._keys(coming.stage, coming.unit, leaves)
+            self._get(sender, coming.stage, leaves, keys)
+            self.received.add(coming)
+            self._settle(coming)
+
+    def _send(self, step: Step, rank: int) -> None:
+        """Send the running sum after a step."""
+        leaves = self.leaves[step.stage][step.place + 1]
+        self._put(rank, step.stage, leaves, self._keys(step.stage, self.since[step.stage], leaves))
+        if leaves and self.builder.job.wired:
+            self.unsettled[rank].append(step)
+
+    def _settle(self, coming: Step) -> None:
+        """Settle the sums that this rank sent for a stage: the next one came by way of them."""
+        for rank, sent in self.unsettled.items():
+            known = [
+                count
+                for count, step in enumerate(sent, 1)
+                if step.stage == coming.stage and step.place < coming.place
+            ]
+            if known:
+                for _ in range(known[-1]):
+                    sent.popleft()
+                self.builder.out.append(Instruction(Settle(rank, known[-1])))
+
+    def _get(self, rank: int, stage: int, leaves: Sequence[int], keys: tuple[Key, ...]) -> None:
+        out = self.builder.out
+        specs = tuple(self.specs[stage, leaf] for leaf in leaves)
+        if specs:
+            wait = Wait(rank, -1 - len(out), specs)
+            out.append(Instruction(Recv(rank, wait.number, specs)))
+            out.append(Instruction(wait, writes=keys))
+
+    def _put(self, rank: int, stage: int, leaves: Sequence[int], keys: tuple[Key, ...]) -> None:
+        specs = tuple(self.specs[stage, leaf] for leaf in leaves)
+        if specs:
+            self.builder.out.append(Instruction(Send(rank, specs), reads=keys))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.utils import swap_tensors
 
 from ..errors import TraceError
@@ -68,10 +69,10 @@ def settle(steps: Steps) -> None:
                 _give(tensor, values[number])
 
 
-def _without_inputs(steps: Steps) -> tuple[list[_Step], dict[int, ref[torch.Tensor]]]:
+def _without_inputs(steps: Steps) -> tuple[list[_Step], dict[int, ref[Tensor]]]:
     """The steps that need no input, and what they returned, by place."""
     places: dict[int, int] = {}  # by identity of a tensor that ``steps`` keeps alive
-    tensors: dict[int, ref[torch.Tensor]] = {}
+    tensors: dict[int, ref[Tensor]] = {}
     again: list[_Step] = []
     for op, args, kwargs, result in steps:
         given = tensors_in((*args, *kwargs.values()))
@@ -95,20 +96,19 @@ def _placed(value: Any, places: dict[int, int]) -> Any:
     """A value with places for tensors without data, and numbers for symbolic sizes."""
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
         value = replaced(value, kind, lambda symbol: symbol.node.hint)
-    return replaced(value, torch.Tensor, lambda t: _Place(places[id(t)]) if is_fake(t) else t)
+    return replaced(value, Tensor, lambda t: _Place(places[id(t)]) if is_fake(t) else t)
 
 
-def _computed(steps: Iterable[_Step]) -> dict[int, torch.Tensor]:
+def _computed(steps: Iterable[_Step]) -> dict[int, Tensor]:
     """What steps return, with data."""
-    values: dict[int, torch.Tensor] = {}
+    values: dict[int, Tensor] = {}
     for op, args, kwargs, returns in steps:
         args, kwargs = replaced((args, kwargs), _Place, lambda place: values[place.number])
-        result = op(*args, **kwargs)
-        values.update(zip(returns, tensors_in([result]), strict=True))
+        values.update(zip(returns, tensors_in([op(*args, **kwargs)]), strict=True))
     return values
 
 
-def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def _give(tensor: Tensor, value: Tensor) -> None:
     """Make a tensor without data one with data, wherever it is kept."""
     if is_fake(tensor):  # its mode, whose run is over, refers to it weakly
         tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -22,8 +22,7 @@ from ..lowering.builder import sum_of
 from ..lowering.value_graph import Interface, spec_of
 from ..stage import Stage, patterns
 from ..tree import Aval
-from .ordered import OrderedSums, by_order, steps_of
-from .sums import Leaf, Sums
+from .sums import Leaf, OrderedSums, Sums, by_order, steps_of
 
 
 def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..devices import wide
 from ..engine.copies import Copies
@@ -56,7 +57,7 @@ def weights_of(
     sides: Mapping[str, Parts],
     number: int,
     copies: Copies | None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The weights of ``number`` microbatches, over the sum of all.
 
     They are counted over all copies of the pipeline, unless these are averaged: in float64, on the
@@ -78,8 +79,11 @@ def weights_of(
 
 
 def _count(
-    reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[str, Any]
-) -> torch.Tensor:
+    reduction: Weighted,
+    mb: int,
+    targets: Sequence[Any],
+    sides: Mapping[str, Any],
+) -> Tensor:
     """The weight of a microbatch before it is divided by the sum of all."""
     try:
         count = reduction.fn(*targets, **sides)
@@ -90,7 +94,7 @@ def _count(
     if isinstance(count, Real):
         return torch.as_tensor(count)
     what = repr(count)
-    if isinstance(count, torch.Tensor):
+    if isinstance(count, Tensor):
         if count.numel() == 1:
             return count
         what = f"a tensor of shape {list(count.shape)}"

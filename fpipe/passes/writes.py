@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.traceback import preserve_node_meta
@@ -23,7 +23,7 @@ from ..programs.split import STORAGE, storage, value_of
 _SERIAL = count()
 
 
-def without_writes(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> fx.GraphModule:
+def without_writes(graph: fx.GraphModule, flat: Sequence[Tensor]) -> fx.GraphModule:
     """A graph of functions of ``flat`` that computes the same; writes into inputs come last in it,
     as ``copy_``.
     """
@@ -36,9 +36,8 @@ def without_writes(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> fx.Gr
             left |= not _replaced(node, op, places)
     if not left:
         return graph
-    annotated = any("custom" in node.meta for node in graph.graph.nodes)
     # Run node by node, the graph passes annotations on to the nodes recorded from them.
-    if annotated:
+    if any("custom" in node.meta for node in graph.graph.nodes):
 
         def again(*args):
             return fx.Interpreter(graph).run(*args)
@@ -111,7 +110,7 @@ def _types(op: Op) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
 
 
-def _value(node: fx.Node, op: Op) -> torch.Tensor | None:
+def _value(node: fx.Node, op: Op) -> Tensor | None:
     """What the operation returns for the values of a node's arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
     mode = getattr(value_of(node), "fake_mode", None)
@@ -119,11 +118,11 @@ def _value(node: fx.Node, op: Op) -> torch.Tensor | None:
         return None
     with mode:
         new = op(*args, **kwargs)
-    if isinstance(new, torch.Tensor):
+    if isinstance(new, Tensor):
         return new
     return None
 
 
-def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_layout(one: Tensor, other: Tensor) -> bool:
     pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=False)
     return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in pairs)

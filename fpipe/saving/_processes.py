@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: A pipeline of any results.
 Pipe: TypeAlias = "Pipeline[Any, Any]"
+AnyPath: TypeAlias = str | os.PathLike[str]
 
 
 # ---- groups of processes ----
@@ -107,7 +108,12 @@ def agree(pipe: Pipe, act: Callable[[], T]) -> T:
 
 
 def check_unused(
-    pipe: Pipe, names: Iterable[str], used: Iterable[str], text: str, remedy: str, strict: bool
+    pipe: Pipe,
+    names: Iterable[str],
+    used: Iterable[str],
+    text: str,
+    remedy: str,
+    strict: bool,
 ) -> None:
     """Names of tensors that no process uses are an error; if not ``strict``, a warning on the first
     process. ``text`` is the message, with ``{}`` for such names.
@@ -134,7 +140,7 @@ def and_more(texts: Sequence[str]) -> str:
 
 
 # ---- folders ----
-def folders_of(path: str | os.PathLike[str], pipe: Pipe) -> list[Path]:
+def folders_of(path: AnyPath, pipe: Pipe) -> list[Path]:
     """The folders of a checkpoint: with ``tp=``, one for each of the processes that share a stage.
 
     Each has other tensors of the same names.
@@ -146,7 +152,7 @@ def folders_of(path: str | os.PathLike[str], pipe: Pipe) -> list[Path]:
     return [folder / f"tp-{rank}-of-{sharing.size}" for rank in range(sharing.size)]
 
 
-def folder_of(path: str | os.PathLike[str], pipe: Pipe) -> Path:
+def folder_of(path: AnyPath, pipe: Pipe) -> Path:
     """Where this process finds or writes its part of a checkpoint."""
     sharing = _sharing(pipe)
     return folders_of(path, pipe)[0 if sharing is None else sharing.here[0]]

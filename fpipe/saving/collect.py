@@ -123,10 +123,7 @@ def collect(
         if tree.is_tensor(value):
             return _shared(holding, plain(value, path), path)
         for tag, kind, stages in templates:
-            if type(value) is kind:
-                by_stage = _by_stage(stages, value, pipe.stages)
-            else:
-                by_stage = None
+            by_stage = _by_stage(stages, value, pipe.stages) if type(value) is kind else None
             if by_stage is not None:
                 for here in by_stage:
                     _by_parameter(holding, here, path)
@@ -164,8 +161,7 @@ def _shared(holding: Holding, tensor: Tensor, path: str) -> Node:
         raise _same_name(path)
     leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
     if is_first(holding.pipe):
-        shape = tuple(tensor.shape)
-        holding.places.append(Place(path, tensor, shape, 0, tensor.numel()))
+        holding.places.append(Place(path, tensor, tuple(tensor.shape), 0, tensor.numel()))
     return ["leaf", path]
 
 

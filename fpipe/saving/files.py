@@ -34,26 +34,27 @@ MOST_HEADER = 100_000_000
 _BLOCK = 8 << 20
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 #: Names of dtypes in the files. complex128 has none: it is written as pairs of float64.
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
+_NAMES = """
+float64 F64
+float32 F32
+float16 F16
+bfloat16 BF16
+int64 I64
+int32 I32
+int16 I16
+int8 I8
+uint8 U8
+bool BOOL
+float8_e4m3fn F8_E4M3
+float8_e5m2 F8_E5M2
+complex64 C64
+uint64 U64
+uint32 U32
+uint16 U16
+float8_e4m3fnuz F8_E4M3FNUZ
+float8_e5m2fnuz F8_E5M2FNUZ
+"""
+NAMES = {getattr(torch, name): code for name, code in map(str.split, _NAMES.strip().splitlines())}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -171,8 +172,7 @@ def header(file: BufferedReader, what: str) -> dict[str, Header]:
         length = _LENGTH.unpack(exactly(file, 0, _LENGTH.size))[0]
         if not 2 <= length <= min(MOST_HEADER, size_of(file) - _LENGTH.size):
             raise ValueError(f"a header of {length} bytes in a file of {size_of(file)}")
-        text = exactly(file, _LENGTH.size, length)
-        rows = json.loads(text, object_pairs_hook=_unique)
+        rows = json.loads(exactly(file, _LENGTH.size, length), object_pairs_hook=_unique)
         if not isinstance(rows, dict):
             raise ValueError("its header is no object")
         rows.pop("__metadata__", None)
@@ -221,7 +221,11 @@ def exactly(file: BufferedReader, begin: int, count: int) -> bytearray:
 
 
 def hashed(
-    file: BufferedReader, begin: int, end: int, low: int = 0, high: int = 0
+    file: BufferedReader,
+    begin: int,
+    end: int,
+    low: int = 0,
+    high: int = 0,
 ) -> tuple[bytearray, str]:
     """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, and the hash of all."""
     digest = hashlib.sha256()

@@ -8,7 +8,6 @@ Files of this layout are read and written without transformers. This module must
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ..actions import progress
 from ..errors import CheckpointError
+from ._processes import AnyPath
 from .files import Entry, grouped, stored, write
 from .manifest import Manifest
 from .reading import read_leaf
@@ -93,7 +93,7 @@ class Experts(NamedTuple):
         return torch.stack(list(rows))
 
 
-def model_files(path: str | os.PathLike[str]) -> dict[str, Read]:
+def model_files(path: AnyPath) -> dict[str, Read]:
     """Functions that read the tensors of a model's safetensors files, by name.
 
     Args:
@@ -107,8 +107,8 @@ def model_files(path: str | os.PathLike[str]) -> dict[str, Read]:
 
 
 def export_model(
-    checkpoint: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    checkpoint: AnyPath,
+    folder: AnyPath,
     tree: str = "params",
     most: int = 5 << 30,
 ) -> None:

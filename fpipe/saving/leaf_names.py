@@ -169,7 +169,12 @@ class Names:
 
     # ---- trees of a stage here ----
     def tree(
-        self, stage: int, params: tree.Tree, *, whole: bool = False, state: bool = False
+        self,
+        stage: int,
+        params: tree.Tree,
+        *,
+        whole: bool = False,
+        state: bool = False,
     ) -> StageTree:
         """The parameters of a stage as they are on this process, ``whole`` or in parts; or its
         ``state``, by names of a module's buffers, or as those of leaves.
@@ -204,11 +209,10 @@ class Names:
 
     def states(self) -> dict[int, StageTree]:
         """What the stages here carry, as it is in the beginning."""
-        carrying = {stage: self.stages[stage].stage for stage in self.pipe.here}
         return {
-            stage: self.tree(stage, of.initial_state, state=True)
-            for stage, of in carrying.items()
-            if of.state
+            index: self.tree(index, stage.initial_state, state=True)
+            for index, stage in enumerate(self.pipe.config.functions)
+            if stage.state and index in self.pipe.here
         }
 
     def expected(

@@ -27,6 +27,7 @@ from .. import __version__
 from ..actions import progress
 from ..collectives.codec import DTYPES, MOST_LEVELS, Node
 from ..errors import CheckpointError
+from ._processes import AnyPath
 from .files import File, exactly, hashed, opened, size_of
 
 NAME = "manifest.json"
@@ -133,10 +134,7 @@ class Manifest:
             else:
                 why = "is no folder"
             inside = sorted(file.parent.name for file in folder.glob(f"*/{NAME}"))
-            if inside:
-                other = f", such as {folder / inside[-1]}"
-            else:
-                other = ""
+            other = f", such as {folder / inside[-1]}" if inside else ""
             raise CheckpointError(f"{folder} {why}; load a complete checkpoint{other}")
         with opened(folder, NAME) as file:
             try:
@@ -156,8 +154,7 @@ class Manifest:
         """
         start = len(_START) + 64
         text = raw[start + len(_BETWEEN) : len(raw) - len(_END)]
-        digest = hashlib.sha256(text).hexdigest()
-        if raw != _START + digest.encode() + _BETWEEN + text + _END:
+        if raw != _START + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _END:
             raise ValueError("its hash is another one")
         rows = json.loads(text)
         if rows.get("format") != FORMAT:
@@ -258,11 +255,11 @@ def flush_folder(folder: Path) -> None:
         os.close(number)
 
 
-def is_complete(folder: str | os.PathLike[str]) -> bool:
+def is_complete(folder: AnyPath) -> bool:
     """Whether a folder holds a complete checkpoint."""
     return (Path(folder) / NAME).is_file()
 
 
-def discard(folder: str | os.PathLike[str]) -> None:
+def discard(folder: AnyPath) -> None:
     """Make a checkpoint incomplete, if it is complete: the next one may be written there."""
     (Path(folder) / NAME).unlink(missing_ok=True)

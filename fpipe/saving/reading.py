@@ -9,7 +9,6 @@ files are written.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ..collectives.codec import Node, dtype_name, from_bytes, from_node
 from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import (
+    AnyPath,
     Pipe,
     agree,
     and_more,
@@ -43,7 +43,7 @@ from .structures import Structures, tied_parts
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     pipe: Pipe,
     *names: str,
     like: Sequence[Tree] | None = None,
@@ -217,10 +217,7 @@ class Reader:
         if node[0] not in ("stages", "states"):
             return NotImplemented
         out: list[Tree] = [None] * self.names.pipe.stages
-        if node[0] == "stages":
-            templates = self.templates
-        else:
-            templates = self.names.states()
+        templates = self.templates if node[0] == "stages" else self.names.states()
         for stage, here in templates.items():
             values = [self._part(node[1], here, leaf) for leaf in here.leaves]
             out[stage] = tree.unflatten(here.spec, values)
@@ -263,10 +260,7 @@ class Reader:
         leaf = self.leaf(key)
         if leaf is None:
             others = [name for name in self.manifest.leaves if name.startswith(f"{key}@")]
-            if others:
-                why = f"; it was saved for each copy of the pipeline, {others}"
-            else:
-                why = ""
+            why = f"; it was saved for each copy of the pipeline, {others}" if others else ""
             raise CheckpointError(
                 f"{self.folder} has no leaf {key!r}{why}: load it with as many copies"
             )

@@ -8,8 +8,8 @@ the tensors.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import CheckpointError
 from ..tree import Tree
-from ._processes import Pipe, agree, check_unused
+from ._processes import AnyPath, Pipe, agree, check_unused
 from .files import stored
 from .leaf_names import Names, StageTree, after, joined, misfit
 from .structures import nested
@@ -26,9 +26,7 @@ from .structures import nested
 #: Names with tensors, or with functions that read them.
 Tensors: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]
 #: Tensors, a function that returns them, files, or a folder of files.
-Source: TypeAlias = (
-    Iterable[tuple[str, Tensor]] | Tensors | Callable[[], Tensors] | str | os.PathLike[str]
-)
+Source: TypeAlias = Iterable[tuple[str, Tensor]] | Tensors | Callable[[], Tensors] | AnyPath
 
 
 def receive(
@@ -70,7 +68,7 @@ def receive(
     {'w': tensor([1., 1.])}
     """
     pairs: Any = named_tensors
-    if isinstance(named_tensors, (str, os.PathLike)):
+    if isinstance(named_tensors, (str, PathLike)):
         pairs = agree(pipe, lambda: stored(named_tensors))
     elif callable(named_tensors):
         pairs = agree(pipe, named_tensors)
@@ -131,10 +129,7 @@ def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) ->
     if not tree.is_tensor(like):
         return like
     value = taken.get(key)
-    if value is None:
-        kind = None
-    else:
-        kind = tree.describe([value])[1:-1]
+    kind = None if value is None else tree.describe([value])[1:-1]
     fault = misfit(stage, key, kind, tree.describe([like])[1:-1])
     if fault:
         raise CheckpointError(

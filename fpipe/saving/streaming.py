@@ -119,10 +119,7 @@ def _rows(pipe: Pipe, trees: Mapping[int, StageTree], dtype: torch.dtype | None)
             value = leaf.value
             writes = rank in pipe.group.here and leaf.home in (None, stage)
             if is_tensor(value) and writes:
-                if dtype is not None and value.is_floating_point():
-                    kind = dtype
-                else:
-                    kind = value.dtype
+                kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 rows.append(Row(stage, index, rank, leaf.key, leaf.shape, dtype_name(kind)))
     return rows
 
@@ -163,10 +160,7 @@ def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
     for copy in range(group.size):
         first, last = spans(replace(here.layout, part=copy))[row.leaf]
         if first < last:
-            if copy == pipe.copies.part:
-                mine = (leaf.contiguous(),)
-            else:
-                mine = None
+            mine = (leaf.contiguous(),) if copy == pipe.copies.part else None
             spec = Spec((last - first,), (1,), leaf.dtype)
             flat[first:last] = group.share(mine, (spec,), copy)[0]
     return total.to(DTYPES[row.dtype])
@@ -176,10 +170,7 @@ def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], bucket: in
     """Fill the tensors of the other ranks, a piece after another; no rank runs far ahead of the
     others.
     """
-    if pipe.group.at_once:
-        kept = 3 * _AHEAD * 2 * (pipe.group.size - 1)
-    else:
-        kept = 1
+    kept = 3 * _AHEAD * 2 * (pipe.group.size - 1) if pipe.group.at_once else 1
     piece = max(int(bucket * _PIECE / kept), 1 << 14)
     source = rows[0].rank
     own = source in pipe.group.here

@@ -9,7 +9,6 @@ write. Must not know how files are read.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import threading
@@ -22,11 +21,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
-from ..actions import progress
+from ..actions import progress, write_bytes
+from ..collectives.bounded import in_thread
 from ..collectives.codec import to_bytes
 from ..errors import CheckpointError
 from ..tree import Tree
-from ._processes import Pipe, agree, everyone, folder_of, is_first, writer_of
+from ._processes import AnyPath, Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Facts, Place, collect, merged
 from .files import File, grouped, write
 from .leaf_names import Names
@@ -70,7 +70,7 @@ class Saving:
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     pipe: Pipe,
     *,
     params: Sequence[Tree] | None = None,
@@ -117,7 +117,11 @@ def save(
 
 
 def _start(
-    folder: Path, pipe: Pipe, params: Sequence[Tree] | None, more: Mapping[str, Tree], wait: bool
+    folder: Path,
+    pipe: Pipe,
+    params: Sequence[Tree] | None,
+    more: Mapping[str, Tree],
+    wait: bool,
 ) -> Saving:
     """Collect, agree on what is written, and start the threads."""
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
@@ -138,10 +142,9 @@ def _start(
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
     written = _started(lambda: job.write(places), folder)
+    completed = None
     if is_first(pipe):
         completed = _started(lambda: job.complete(facts, written), folder)
-    else:
-        completed = None
     return Saving(folder, pipe, written, completed)
 
 
@@ -149,16 +152,7 @@ def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
     """Run a function on a thread that the end of the program, and a load of the folder, wait
     for.
     """
-    future = Future[T]()
-
-    def run() -> None:
-        try:
-            future.set_result(fn())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=writer_of(folder)).start()
-    return future
+    return in_thread(fn, writer_of(folder), daemon=False)
 
 
 # ---- the folder ----
@@ -219,16 +213,13 @@ class _Job:
                     files[name], found = write(self.folder / name, [p.entry for p in group])
                     for place, where in zip(group, found, strict=True):
                         pieces.append([place.key, place.first, place.last, name, *where])
-            hashes = [_hash(place) for place in places if place.repeated]
-            self._list([files, pieces, hashes])
+            self._list([files, pieces, [_hash(place) for place in places if place.repeated]])
         except Exception as error:
             self._list(f"{type(error).__name__}: {error}")
             raise
 
     def _list(self, content: object) -> None:
-        part = self.folder / f".{secrets.token_hex(8)}.part"
-        part.write_text(json.dumps(content), encoding="utf-8")
-        part.rename(self._list_of(self.number))
+        write_bytes(self._list_of(self.number), json.dumps(content).encode())
 
     def _list_of(self, number: int) -> Path:
         return self.folder / f"{number:05}.{self.token}.json"

@@ -5,8 +5,8 @@
 and with chosen faults; a fault that does not occur is an error.
 """
 
+from .fake import outcomes, run
 from .faults import Delay, Drop, Kill, Refuse
-from .play import outcomes, run
 from .world import Outcome
 
 __all__ = [

@@ -77,10 +77,7 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
             return dict(enumerate(tree))
         return {0: tree}
     if not listed(tree) or len(tree) != over.stages:
-        if listed(tree):
-            got = f"{len(tree)} entries"
-        else:
-            got = f"a {type(tree).__name__}"
+        got = f"{len(tree)} entries" if listed(tree) else f"a {type(tree).__name__}"
         raise TransformError(
             f"{got} for a pipeline of {over.stages} stages; pass a list with one entry per stage, "
             f"None for stages on other processes"

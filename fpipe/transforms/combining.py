@@ -101,10 +101,7 @@ def _by_label(transforms: Mapping[T, Transform], labels: Callable[[Tree], Tree])
         states = []
         for (label, tx), part in zip(transforms.items(), state, strict=True):
             chosen = [each == label for each in by_leaf]
-            if params is None:
-                own = None
-            else:
-                own = at.keep(chosen, params)
+            own = None if params is None else at.keep(chosen, params)
             tree, part = run(tx, at.keep(chosen), part, own, how)
             states.append(part)
             if tree is not None:

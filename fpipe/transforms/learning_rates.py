@@ -82,7 +82,12 @@ def warmup_linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
 
 def warmup_stable_decay(
-    peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0
+    peak: float,
+    *,
+    warmup: int,
+    decay: int,
+    steps: int,
+    end: float = 0.0,
 ) -> LearningRate:
     """A linear rise to ``peak``, then ``peak``, then over the last ``decay`` of ``steps`` a linear
     fall to ``end``.
@@ -112,18 +117,21 @@ def warmup_stable_decay(
             "step at least, and "
             "as many steps as both together"
         )
-    begin = steps - decay
     return _after_warmup(
         peak,
         warmup,
         steps,
-        lambda done: min(1.0, (1 - done) * (steps - warmup) / (steps - begin)),
+        lambda done: min(1.0, (1 - done) * (steps - warmup) / decay),
         end,
     )
 
 
 def _after_warmup(
-    peak: float, warmup: int, steps: int, shape: Callable[[float], float], end: float = 0.0
+    peak: float,
+    warmup: int,
+    steps: int,
+    shape: Callable[[float], float],
+    end: float = 0.0,
 ) -> LearningRate:
     """A rise to ``peak``, then ``shape`` of the part of the rest that is done: 1 stands for
     ``peak``, 0 for ``end``.
@@ -144,7 +152,7 @@ def _after_warmup(
 
 def _check(**counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        if type(count) is not int or count < 0:
             raise TransformError(
                 f"{name}={count!r}; give a number of steps, an integer of 0 or more"
             )

@@ -76,10 +76,7 @@ class Places(NamedTuple):
 
     def keep(self, flags: Sequence[bool], tree: Tree = None) -> Tree:
         """This tree, or another one at its places, with None where a flag is false."""
-        if tree is None:
-            leaves = self.leaves
-        else:
-            leaves = self.of(tree, "params")
+        leaves = self.leaves if tree is None else self.of(tree, "params")
         return self.tree([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
 
     def stages(self) -> list[int]:

@@ -62,10 +62,11 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
     """
 
     def init(params):
-        def is_half(leaf):
-            return isinstance(leaf, Tensor) and leaf.dtype in _HALF
+        def widened(leaf):
+            half = isinstance(leaf, Tensor) and leaf.dtype in _HALF
+            return leaf.detach().float() if half else leaf
 
-        masters = tree_map(lambda leaf: leaf.detach().float() if is_half(leaf) else leaf, params)
+        masters = tree_map(widened, params)
         copies = tree_map(lambda leaf, copy: None if copy is leaf else copy, params, masters)
         return MasterState(copies, inner.init(masters))
 

@@ -124,18 +124,12 @@ def optimizer(
         weights: Column = [None] * len(at.leaves)
         if how is not None or decay:
             weights = weights_of(at, params, f"{name} with weight decay")
-        if decay:
-            decays = flags(at, mask, params)
-        else:
-            decays = [False] * len(at.leaves)
+        decays = flags(at, mask, params) if decay else [False] * len(at.leaves)
 
         def block(gs, ps, on, *old):
             gs = gs if how is None else scaled(gs, how.factor)
             step = Step(number, rate, decay if on[0] else 0.0, gs, ps, donate, donate_params)
-            if how is None or kernel is None:
-                after = None
-            else:
-                after = kernel(step, *old)
+            after = None if how is None or kernel is None else kernel(step, *old)
             if after is None:
                 us, *after = arithmetic(step, *old)
                 after = us if how is None else added(ps, us, donate_params), *after

@@ -121,10 +121,7 @@ def add_noise(
         raise TransformError(f"eta={eta}; a variance is 0 at least")
     copies, differing = copies_of(as_over(over))
     tied = {name: group[0] for group in getattr(over, "tied", ()) for name in group}
-    if copies is not None and differing == EVERY_LEAF:
-        shard = f"/{copies.here[0]}"
-    else:
-        shard = ""
+    shard = f"/{copies.here[0]}" if copies is not None and differing == EVERY_LEAF else ""
 
     def step(at, state, params):
         t = int(state.step.item()) + 1

@@ -96,7 +96,12 @@ class Transform:
         return self.name or f"<a transform of {getattr(self.update, '__module__', 'fpipe')}>"
 
     def step(
-        self, grads: Updates, state: State, params: T, *, donate: bool = False
+        self,
+        grads: Updates,
+        state: State,
+        params: T,
+        *,
+        donate: bool = False,
     ) -> tuple[T, State]:
         """Update and :func:`apply_updates` together, which for an optimizer is one pass over memory
         instead of two.
@@ -128,7 +133,11 @@ class Transform:
 
 
 def run(
-    tx: Transform, grads: Updates, state: State, params: Params, how: Pass | None
+    tx: Transform,
+    grads: Updates,
+    state: State,
+    params: Params,
+    how: Pass | None,
 ) -> tuple[Tree, State]:
     """``tx.update`` or, if ``how`` is given, a step."""
     if how is None:

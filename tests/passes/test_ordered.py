@@ -13,7 +13,7 @@ import torch
 
 import fpipe
 from fpipe import Schedule, make_schedule, testing
-from fpipe.passes.ordered import by_order
+from fpipe.passes.sums import by_order
 from models import MODELS, SEED, Model, one
 from sample import covering
 

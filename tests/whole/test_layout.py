@@ -128,7 +128,7 @@ PRIVATE_TORCH = {
     },
     "interop.huggingface.recording": {"_python_dispatch"},
     "interop.replacements": {"_compiled_call_impl"},
-    "interop.experts": {"_experts_implementation"},
+    "interop.huggingface.splitting": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_add_send_recv"},
     "passes.blocks.outside": {"_python_dispatch", "_disable_current_modes"},
     "passes.eager.meter": {"_input_metadata", "_raw_saved_"},
@@ -304,9 +304,9 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 310_400
+    assert tokens <= 308_300
     assert tokens / lines <= 9.06
-    assert PACKAGE.total("anys") <= 490
+    assert PACKAGE.total("anys") <= 488
 
 
 #: The heart and the engine: what DESIGN calls rings 0 and 1. Shared memory and the launchers of

@@ -104,7 +104,10 @@ class SharedMemory:
         return tensors
 
     def _write(
-        self, writer: LaneWriter, buffers: Sequence[Tensor], message: Sequence[Piece]
+        self,
+        writer: LaneWriter,
+        buffers: Sequence[Tensor],
+        message: Sequence[Piece],
     ) -> None:
         if self._late:
             self._retry()
@@ -146,7 +149,10 @@ class SharedMemory:
         return self._inboxes[src, kind].request(form)
 
     def fetcher(
-        self, form: WireFormat, src: int, kind: int = PLANS
+        self,
+        form: WireFormat,
+        src: int,
+        kind: int = PLANS,
     ) -> Callable[[], Tensors | None]:
         """A function that returns the next message if it arrives within the time of polling, and no
         earlier one was requested and not read.
@@ -173,22 +179,12 @@ class SharedMemory:
 
     def wait(self, src: int, reader: LaneReader) -> None:
         """Poll, then sleep, until the next piece has arrived."""
-
-        def sleep() -> None:
-            reader.sleep(_SLICE if self._retry() else _RETRY)
-
-        end = _CLOCK() + self._poll
-        while not reader.has():
-            if _CLOCK() >= end:
-                self._until(reader.has, src, "for a message from", sleep)
+        self._poll_for(reader.has, src, lambda: reader.sleep(_SLICE if self._retry() else _RETRY))
 
     def wait_any(self, receives: Sequence[tuple[int, Work]]) -> None:
         """Poll, then sleep for short times, until one of several receives is done."""
         src, _ = receives[0]
         reader = self._inboxes[src, PLANS].reader
-
-        def ready() -> bool:
-            return any(work.done() for _, work in receives)
 
         def sleep() -> None:
             if self._retry():
@@ -196,6 +192,9 @@ class SharedMemory:
             else:
                 time.sleep(_RETRY)
 
+        self._poll_for(lambda: any(work.done() for _, work in receives), src, sleep)
+
+    def _poll_for(self, ready: Callable[[], bool], src: int, sleep: Callable[[], None]) -> None:
         end = _CLOCK() + self._poll
         while not ready():
             if _CLOCK() >= end:
@@ -210,7 +209,11 @@ class SharedMemory:
         )
 
     def _until(
-        self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]
+        self,
+        ready: Callable[[], bool],
+        peer: int,
+        doing: str,
+        sleep: Callable[[], None],
     ) -> None:
         self._monitor.until(ready, peer, doing, sleep, lambda: self._gone(peer))
 

@@ -47,10 +47,7 @@ def scores(
     """
     rows = logits.flatten(0, -2)
     targets = labels.reshape(-1, 1)
-    if temperature is None:
-        divisors = None
-    else:
-        divisors = temperature.reshape(-1, 1)
+    divisors = None if temperature is None else temperature.reshape(-1, 1)
 
     def of_chunk(part: Tensor, place: slice) -> list[Tensor]:
         wide = part.to(torch.promote_types(part.dtype, torch.float32))

@@ -59,16 +59,16 @@ class Weights:
         ]
 
     def _leaves(
-        self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
+        self,
+        stage: int,
+        row: Mapping[str, Tensor],
+        shared: dict[str, nn.Parameter],
     ) -> dict[str, nn.Parameter]:
         """Return the leaves of a stage; one for tied parameters of stages here, unless these are
         parts.
         """
         config = self.pipe.config
-        if self.pipe.parts:
-            ties = {}
-        else:
-            ties = dict(config.functions[stage].ties)
+        ties = {} if self.pipe.parts else dict(config.functions[stage].ties)
         trained = dict(zip(tree.names(row), config.trained(stage, row), strict=True))
         leaves = dict[str, nn.Parameter]()
         for name, part in row.items():
@@ -136,7 +136,11 @@ class Weights:
 
     # ---- devices ----
     def move(
-        self, device: torch.device, optimizer: torch.optim.Optimizer | None, model: bool, grad: bool
+        self,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | None,
+        model: bool,
+        grad: bool,
     ) -> None:
         """Move parameters, gradients, and states of the optimizer."""
         for _, _, leaf in self if model else ():
@@ -154,7 +158,10 @@ class Weights:
 
     # ---- checkpoints ----
     def save(
-        self, path: Path, optimizer: torch.optim.Optimizer | None, more: dict[str, object]
+        self,
+        path: Path,
+        optimizer: torch.optim.Optimizer | None,
+        more: dict[str, object],
     ) -> None:
         """Write parameters, and the state of an optimizer if there is one; every process calls it.
 
@@ -169,7 +176,10 @@ class Weights:
         save_trees(path, self.pipe, **trees)
 
     def load(
-        self, path: Path, optimizer: torch.optim.Optimizer | None, contents: Sequence[str]
+        self,
+        path: Path,
+        optimizer: torch.optim.Optimizer | None,
+        contents: Sequence[str],
     ) -> dict[str, Tree]:
         """Read what ``save`` wrote; every process calls it.
 

@@ -23,9 +23,8 @@ from ...programs import remat
 from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
-from .calls import Call, Forward, observe, observed_by, result_of
 from .crossing import Flow, Part, Sizes
-from .recording import INPUT, Value
+from .recording import INPUT, Call, Forward, Value, observe, observed_by, result_of
 from .units import Units
 
 
@@ -48,8 +47,7 @@ class _Received:
         self.sizes = dict[Sizes, int]()
         for source, tensor in {**side, **values}.items():
             if isinstance(tensor, Tensor):
-                axes = flow.sizes.get(source, ())
-                self.sizes.update(zip(axes, tensor.shape, strict=False))
+                self.sizes.update(zip(flow.sizes.get(source, ()), tensor.shape, strict=False))
 
     def value(self, value: Value) -> Tensor:
         """Return a received value, or a blank: not a number, so that a use of it shows."""
@@ -65,7 +63,10 @@ class _Received:
 
 # ---- the module of a stage ----
 def part_module(
-    whole: nn.Module, units: Units, flow: Flow, part: Part
+    whole: nn.Module,
+    units: Units,
+    flow: Flow,
+    part: Part,
 ) -> tuple[nn.Module, list[str]]:
     """Clone a model such that its units know that they run in a stage.
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ... import balance
 from ...errors import StageError
 from ...stage import Stage
-from ..experts import is_experts, use_traceable_experts
 from ..module_function import Claim, claims_of_parts, clone, tensors_of
 from .crossing import Flow, parts_of
 from .model_part import ModelPart, part_module
@@ -70,10 +72,7 @@ def stages(
         functions.append(ModelPart(modules[stage][0], claim, flow, part, name))
         run = [model.get_submodule(visit.unit) for visit in flow.visits[part.first : part.stop]]
         mixture = any(is_experts(module) for unit in run for module in unit.modules())
-        if mixture and not runs_without_values:
-            engine = "eager"
-        else:
-            engine = None
+        engine = "eager" if mixture and not runs_without_values else None
         cut.append(functions[-1].stage(claim, engine=engine))
     compare(model, functions, params, recordings)
     return cut, params
@@ -141,6 +140,32 @@ def _first_layers(
     for visit in flow.visits:
         unit = model.get_submodule(visit.unit)
         sizes.append(sum(p.numel() for p in unit.parameters() if p.dim() > 1))
-    head = sum(sizes[layers[-1] + 1 :])
-    costs = [*(sizes[number] for number in layers), head]
+    costs = [*(sizes[number] for number in layers), sum(sizes[layers[-1] + 1 :])]
     return balance(costs, n, "GPipe", microbatches=2).starts[1:]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a mixture, by the name of its class.
+
+    >>> is_experts(nn.Linear(2, 2))
+    False
+    """
+    return type(module).__name__.lower().endswith("experts")
+
+
+def use_traceable_experts(clone: nn.Module) -> None:
+    """Let the experts of a clone use an implementation that can be traced, by configs of their own,
+    where the model has one.
+    """
+    weights = [p for m in clone.modules() if is_experts(m) for p in m.parameters(recurse=False)]
+    if not weights or not hasattr(clone, "set_experts_implementation"):
+        return
+    # grouped products of other types cannot be traced
+    grouped = all(p.dtype == torch.bfloat16 for p in weights)
+    configs = dict[int, Any]()
+    for module in clone.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config = configs.setdefault(id(config), copy.copy(config))
+            config._experts_implementation = "grouped_mm" if grouped else "batched_mm"
+            vars(module)["config"] = config

@@ -102,7 +102,10 @@ def trainer(
     step = value_and_grad(pipe)
 
     def training_step(
-        self: Any, _: nn.Module, inputs: Mapping[str, Tensor], items: int | Tensor | None = None
+        self: Any,
+        _: nn.Module,
+        inputs: Mapping[str, Tensor],
+        items: int | Tensor | None = None,
     ) -> Tensor:
         names = ("attention_mask", "position_ids")
         sides: dict[str, Tree] = {n: inputs[n] for n in names if inputs.get(n) is not None}

@@ -22,10 +22,9 @@ from ...errors import StageError
 from ...programs import fake_tensors
 from ...tree import Tree
 from ..module_function import clone, tensors_of
-from .calls import observe
 from .crossing import Flow, flow_of
 from .model_part import ModelPart
-from .recording import Recording
+from .recording import Recording, observe
 from .units import Units
 
 #: Arguments of forward that are side inputs of all stages.
@@ -48,7 +47,10 @@ _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
 
 
 def try_forward(
-    model: nn.Module, whole: nn.Module, units: Units, example: Mapping[str, Tensor] | None
+    model: nn.Module,
+    whole: nn.Module,
+    units: Units,
+    example: Mapping[str, Tensor] | None,
 ) -> tuple[Flow, list[Recording], bool]:
     """Run a model a few times.
 
@@ -87,8 +89,7 @@ def try_forward(
         without_values = []
     real = [first, run(large)]
     training = without_values if model.training else []
-    flow = flow_of(model, [*real, *training], sides, keywords)
-    return flow, real, bool(without_values)
+    return flow_of(model, [*real, *training], sides, keywords), real, bool(without_values)
 
 
 def _recorded(
@@ -117,10 +118,7 @@ def _recorded(
             parameters = {n: tensors[n] for n, _ in new.named_parameters(remove_duplicate=False)}
             return Recording(parameters, inputs, side).run(new, tensors, keywords)
     except Exception as error:
-        if without:
-            what = "without values it does not run"
-        else:
-            what = "its own forward fails"
+        what = "without values it does not run" if without else "its own forward fails"
         raise StageError(
             f"fpipe cannot split {type(model).__name__}: {what} on {_brief_inputs(arguments)} "
             f"({_brief(error)}), so the stages cannot be compared with it; write its stages as "

@@ -37,11 +37,13 @@ def units_of(model: nn.Module) -> Units:
             f"{type(model).__name__} is no causal model of the transformers package; "
             "fpipe.from_module cuts other modules"
         )
-    chosen = {
-        path.rpartition(".")[0] for path, _ in _outermost(model, lambda _, child: _is_layer(child))
-    }
-    if not chosen:
-        chosen = {path for path, _ in _outermost(model, lambda _, child: _is_list(child))}
+    layers = _outermost(
+        model, lambda _, child: any(cls.__name__ == _LAYER for cls in type(child).__mro__)
+    )
+    lists = _outermost(
+        model, lambda _, child: isinstance(child, nn.ModuleList) and _has_parameters(child)
+    )
+    chosen = {path.rpartition(".")[0] for path, _ in layers} or {path for path, _ in lists}
     if not chosen:
         raise StageError(
             f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its "
@@ -62,14 +64,6 @@ def units_of(model: nn.Module) -> Units:
 
     names = tuple({child: path for path, child in _outermost(model, is_unit)}.values())
     return Units(names, frozenset(name for name in names if name.rpartition(".")[0] in chosen))
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return any(cls.__name__ == _LAYER for cls in type(module).__mro__)
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) and _has_parameters(module)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -79,7 +79,6 @@ def _microbatches(rows: list[Tree] | None, number: int) -> Microbatches | None:
 
 
 def _as_tensor(leaf: Tree) -> Tree:
-    is_number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-    if is_number:
+    if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
         return torch.tensor(leaf)
     return leaf

@@ -126,8 +126,7 @@ class StepRunner:
             eager = self.fallbacks.eager
             options = {"engine": "eager"} if eager else {"compile": "inductor"} if compiled else {}
             build = partial(_StepFunction, side=["kwargs"])
-            bound = bound_to(modules, states, build, self.described, **options)
-            self.built[key] = bound, {}
+            self.built[key] = bound_to(modules, states, build, self.described, **options), {}
         return self.built[key]
 
     def _state(self, module: nn.Module | None) -> list[str]:
@@ -166,7 +165,10 @@ class StepRunner:
         self._pipe(schedule)[1].refuse(error)
 
     def run(
-        self, schedule: Schedule, batch: Batch, training: bool
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        training: bool,
     ) -> list[tuple[Tree, Tensor | None]]:
         """Run the microbatches, and with ``training`` add gradients to ``.grad``.
 
@@ -189,7 +191,10 @@ class StepRunner:
                 self.built.clear()
 
     def _run(
-        self, schedule: Schedule, batch: Batch, training: bool
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        training: bool,
     ) -> list[tuple[Tree, Tensor | None]]:
         bound, pipe = self._pipe(schedule)
         results = dict[int, tuple[Tree, Tensor | None]]()

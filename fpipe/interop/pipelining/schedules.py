@@ -229,8 +229,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self, actions: Mapping[int, Sequence[Action | None]], format: Format = "compute_only"
     ) -> None:
         """Take an order as it is in memory."""
-        schedule = orders.schedule_of(actions)
-        self.take_schedule(schedule, orders.reduces(str(actions), format))
+        self.take_schedule(orders.schedule_of(actions), orders.reduces(str(actions), format))
 
     @property
     def pipeline_order_with_comms(self) -> Order:

@@ -55,7 +55,11 @@ class FpipeEngine(base.BaseEngine):
     values = False
 
     def __init__(
-        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+        self,
+        model_config: Any,
+        engine_config: Any,
+        optimizer_config: Any,
+        checkpoint_config: Any,
     ):
         super().__init__()
         self.model_config = model_config
@@ -201,7 +205,10 @@ class FpipeEngine(base.BaseEngine):
 
     # ---- steps ----
     def forward_backward_batch(
-        self, data: Any, loss_function: Callable | None, forward_only: bool = False
+        self,
+        data: Any,
+        loss_function: Callable | None,
+        forward_only: bool = False,
     ) -> Any:
         """Run a batch: losses, metrics and outputs of its sequences, and without ``forward_only``
         gradients.
@@ -216,7 +223,10 @@ class FpipeEngine(base.BaseEngine):
         dist.all_reduce(total, group=group)
         tensordicts.assign_non_tensor(data, sp_size=1, batch_num_tokens=total.item(), dp_size=size)
         batches, indices = engines.prepare_micro_batches(
-            data=data, dp_group=group, same_micro_num_in_dp=True, min_num_micro_batch=self._least
+            data=data,
+            dp_group=group,
+            same_micro_num_in_dp=True,
+            min_num_micro_batch=self._least,
         )
         if not asked(batches[0], "use_remove_padding", True):
             raise UnsupportedError(
@@ -262,10 +272,7 @@ class FpipeEngine(base.BaseEngine):
                     params, x, numbers, has_aux=True, each=content, position_ids=positions
                 )
             return rows
-        if self.cut.moded:
-            seed = self.engine_config.seed * 1_000_003 + self.steps
-        else:
-            seed = None
+        seed = self.engine_config.seed * 1_000_003 + self.steps if self.cut.moded else None
         self.steps += 1
         step = value_and_grad(pipe, has_aux=True, each=content)
         (_, rows), grads = step(params, x, numbers, seed=seed, position_ids=positions)
@@ -302,16 +309,17 @@ class FpipeEngine(base.BaseEngine):
         return self.scheduler.get_last_lr()[0]
 
     def to(
-        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+        self,
+        device: str,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
     ) -> None:
         """Move parameters, states of the optimizer and gradients to the host ("cpu") or back to the
         device.
         """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        if device == "cpu":
-            target = torch.device("cpu")
-        else:
-            target = self.device
+        target = torch.device("cpu") if device == "cpu" else self.device
         self.weights.move(target, self.optimizer if optimizer else None, model, grad)
 
     # ---- groups ----
@@ -369,11 +377,7 @@ class FpipeEngine(base.BaseEngine):
         more: dict[str, object] = {"steps": self.steps, "global_step": global_step}
         if self.scheduler is not None:
             more |= {"epoch": self.scheduler.last_epoch, "rates": self.scheduler.get_last_lr()}
-        if "optimizer" in contents:
-            optimizer = self.optimizer
-        else:
-            optimizer = None
-        self.weights.save(path, optimizer, more)
+        self.weights.save(path, self.optimizer if "optimizer" in contents else None, more)
         if first:
             self._write_model(path, "hf_model" in contents)
             # this run removes checkpoints that it wrote before the last ones

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ... import tree
@@ -137,7 +137,10 @@ _SHARED: Definitions = WeakKeyDictionary()
 
 
 def called(
-    within: Calls, block: Block, args: tuple[object, ...], kwargs: dict[str, object]
+    within: Calls,
+    block: Block,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Tree:
     """The result of a call of a block while a stage is traced."""
     leaves, spec = tree.flatten((args, kwargs))
@@ -156,7 +159,7 @@ def _definition(
     block: Block,
     leaves: Sequence[object],
     spec: Structure,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
 ) -> Definition | None:
     """What a block is for some arguments; ``None`` where its call cannot be one operation."""
     if transforming() or not torch.is_grad_enabled() or ambient():  # backwards have no autocast
@@ -178,15 +181,12 @@ def _definition(
     around = state, tuple(map(id, captured))
     types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
     key = (spec, arguments, types, tuple(map(_key, avals)), count, around)
-    if within.sizes is PLAIN:
-        shared = _SHARED
-    else:
-        shared = within.definitions
+    shared = _SHARED if within.sizes is PLAIN else within.definitions
     definitions = shared.setdefault(block, {})
     if key in definitions:
         return definitions[key]
 
-    def on_tensors(params: list[torch.Tensor], x: list[torch.Tensor]) -> Tree:
+    def on_tensors(params: list[Tensor], x: list[Tensor]) -> Tree:
         given = [*params, *x]
         values = [given[a] if isinstance(a, int) else a[0] for a in arguments]
         args, kwargs = tree.unflatten(spec, values)
@@ -241,7 +241,7 @@ class _Function(torch.autograd.Function):
     """A call of a block as one operation of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         call, *tensors = args
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -251,23 +251,22 @@ class _Function(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
         call = ctx.call
         if torch.is_grad_enabled() or call.traced:
             raise InexactError("a block is differentiated twice")
         graph = _graph(call, [None if dy is None else Aval.like(dy) for dy in grad_outputs])
         call.traced.append(graph)
-        cotangents = [dy for dy in grad_outputs if dy is not None]
-        gradients = iter(BACKWARD(cotangents, call.number))
+        gradients = iter(BACKWARD([dy for dy in grad_outputs if dy is not None], call.number))
         return None, *(None if node is None else next(gradients) for node in graph.gradients)
 
 
-def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+def _outputs(tensors: list[Tensor], call: int) -> list[Tensor]:
     avals = _CALLS[call].definition.outputs.y.avals.values()
     return [empty(aval._replace(grad=False)) for aval in avals]
 
 
-def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+def _gradients(cotangents: list[Tensor], call: int) -> list[Tensor]:
     if call == HERE:
         return [empty(Aval.like(dy)) for dy in cotangents]
     (graph,) = _CALLS[call].traced
@@ -298,16 +297,17 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
         raise InexactError("the function of a block has closed over another value since its call")
     signature = definition.signature
     y = definition.outputs.y
-    ends_avals = []
-    for aval, cotangent in zip(y.avals.values(), cotangents, strict=True):
-        ends_avals.append((cotangent or aval)._replace(grad=cotangent is not None))
-    outputs = replace(definition.outputs, y=replace(y, leaves=tuple(ends_avals)))
+    ends_avals = tuple(
+        (cotangent or aval)._replace(grad=cotangent is not None)
+        for aval, cotangent in zip(y.avals.values(), cotangents, strict=True)
+    )
+    outputs = replace(definition.outputs, y=replace(y, leaves=ends_avals))
     tensors = [*signature.params.avals.values(), *signature.x.avals.values()]
     uses = [0] * len(tensors)
 
     def hook(
-        ends: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+        ends: Sequence[Tensor], inputs: Sequence[Tensor], dys: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         uses[:] = _uses(ends, inputs)
         with torch.no_grad():
             return BACKWARD(list(dys), HERE)
@@ -321,7 +321,7 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
     return Graph(graph, ends, gradients, tuple(uses))
 
 
-def _uses(ends: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
+def _uses(ends: Sequence[Tensor], given: Sequence[Tensor]) -> list[int]:
     """How many gradients autograd adds up for each tensor."""
     ends_of = [get_gradient_edge(end) for end in ends]
     edges = Counter[tuple[Node, int]]((edge.node, edge.output_nr) for edge in ends_of)
@@ -336,10 +336,7 @@ def _uses(ends: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[i
             stack += [upper for upper, _ in behind]
     uses = []
     for tensor in given:
-        if tensor.requires_grad:
-            edge = get_gradient_edge(tensor)
-        else:
-            edge = None
+        edge = get_gradient_edge(tensor) if tensor.requires_grad else None
         uses.append(0 if edge is None else edges[edge.node, edge.output_nr])
     return uses
 

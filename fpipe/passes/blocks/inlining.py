@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import fx
+from torch.fx import GraphModule, Node, map_arg
 
 from ...programs.internals import operator_of, returns_views, storage_id
 from ...programs.split import STORAGE, argument, storage, value_of
@@ -22,7 +22,7 @@ from .calls import BACKWARD, FORWARD, HERE, Call, Graph
 _ADD = torch.ops.aten.add.Tensor
 
 
-def inline(graph: fx.GraphModule, calls: Mapping[int, Call]) -> None:
+def inline(graph: GraphModule, calls: Mapping[int, Call]) -> None:
     """Replace the calls of blocks by their operations.
 
     Raises:
@@ -53,17 +53,17 @@ class _Body:
     call.
     """
 
-    into: fx.GraphModule
+    into: GraphModule
     graph: Graph
     number: int
-    rest: Iterator[fx.Node]
-    nodes: dict[fx.Node, fx.Node]
+    rest: Iterator[Node]
+    nodes: dict[Node, Node]
     storages: dict[Hashable, Hashable] = field(default_factory=dict)
     constants: dict[object, Hashable] = field(default_factory=dict)
     regions: dict[object, object] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, into: fx.GraphModule, call: Call, arguments: Sequence[fx.Node]) -> _Body:
+    def of(cls, into: GraphModule, call: Call, arguments: Sequence[Node]) -> _Body:
         """A call with its arguments; nothing is put into the graph."""
         graph = call.forward()
         nodes = dict(zip(graph.inputs, arguments, strict=False))
@@ -73,7 +73,7 @@ class _Body:
         return body
 
 
-def _forward(body: _Body, call: fx.Node) -> list[fx.Node]:
+def _forward(body: _Body, call: Node) -> list[Node]:
     """Put the forward in front of its call; returns its outputs."""
     with body.into.graph.inserting_before(call):
         for node in body.rest:
@@ -83,7 +83,7 @@ def _forward(body: _Body, call: fx.Node) -> list[fx.Node]:
     return [body.nodes[node] for node in body.graph.outputs]
 
 
-def _backward(body: _Body, call: fx.Node, cotangents: Sequence[fx.Node]) -> list[fx.Node]:
+def _backward(body: _Body, call: Node, cotangents: Sequence[Node]) -> list[Node]:
     """Put the backward in front of its call; returns the gradients."""
     for inner, outer in zip(reversed(body.graph.inputs), reversed(cotangents), strict=False):
         body.nodes[inner] = outer
@@ -105,14 +105,14 @@ def _backward(body: _Body, call: fx.Node, cotangents: Sequence[fx.Node]) -> list
     return gradients
 
 
-def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
+def _put(body: _Body, node: Node, call: Node) -> None:
     if node.op == "placeholder":
         return
     if node.op == "get_attr":
         body.nodes[node] = _constant(body, node)
         return
     copy = body.nodes[node] = body.into.graph.create_node(node.op, node.target, name=node.name)
-    copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), body.nodes.__getitem__)
+    copy.args, copy.kwargs = map_arg((node.args, node.kwargs), body.nodes.__getitem__)
     copy.meta = {"val": node.meta.get("val")}
     custom = {**call.meta.get("custom", {}), **_annotations(body, node)}
     if custom:
@@ -120,22 +120,14 @@ def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
     value = value_of(node)
     if value is not None:
         key = storage(node, value)
-        constant = _behind_view(body, node)
-        if constant is not None:
-            body.constants[node] = body.storages[key] = constant
+        op = operator_of(node)
+        source = node.args[0] if op is not None and returns_views(op) and node.args else None
+        if source in body.constants:  # a view of a captured tensor
+            body.constants[node] = body.storages[key] = body.constants[source]
         copy.meta[STORAGE] = body.storages.get(key, (body.number, key))
 
 
-def _behind_view(body: _Body, node: fx.Node) -> Hashable:
-    """The storage of the captured tensor of which a node is a view."""
-    op = operator_of(node)
-    view = op is not None and returns_views(op) and node.args
-    if view:
-        return body.constants.get(node.args[0])
-    return None
-
-
-def _constant(body: _Body, node: fx.Node) -> fx.Node:
+def _constant(body: _Body, node: Node) -> Node:
     """A captured tensor of the block, as one of the graph."""
     name = f"block_constant{body.number}_{node.name}"
     value = getattr(body.graph.graph, str(node.target))
@@ -147,7 +139,7 @@ def _constant(body: _Body, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _annotations(body: _Body, node: fx.Node) -> dict[str, object]:
+def _annotations(body: _Body, node: Node) -> dict[str, object]:
     """The annotations of a node, with regions of this call alone."""
     annotations = dict(node.meta.get("custom", {}))
     if "fpipe_remat" in annotations:
@@ -156,14 +148,14 @@ def _annotations(body: _Body, node: fx.Node) -> dict[str, object]:
     return annotations
 
 
-def _same_storage(body: _Body, inner: fx.Node, outer: fx.Node) -> None:
+def _same_storage(body: _Body, inner: Node, outer: Node) -> None:
     one = value_of(inner)
     other = value_of(outer)
     if one is not None and other is not None:
         body.storages[storage(inner, one)] = storage(outer, other)
 
 
-def _replace(call: fx.Node, results: Sequence[fx.Node], storages: dict[Hashable, Hashable]) -> None:
+def _replace(call: Node, results: Sequence[Node], storages: dict[Hashable, Hashable]) -> None:
     """Use the results in place of the items of a call."""
     for item in list(call.users):
         result = results[cast("int", item.args[1])]
@@ -176,7 +168,7 @@ def _replace(call: fx.Node, results: Sequence[fx.Node], storages: dict[Hashable,
     call.graph.erase_node(call)
 
 
-def _added_last(call: fx.Node, place: int) -> bool:
+def _added_last(call: Node, place: int) -> bool:
     """Whether a gradient of a call is added to one that was there before."""
     items = [item for item in call.users if item.args[1] == place]
     return any(

@@ -52,7 +52,10 @@ def recorder(device: torch.device) -> Record | None:
 
 
 def _record(
-    module: Any, kind: Callable[[], Any], device: torch.device, fn: Callable[[], T]
+    module: Any,
+    kind: Callable[[], Any],
+    device: torch.device,
+    fn: Callable[[], T],
 ) -> Recorded[T]:
     graph = kind()
     with module.device(device):

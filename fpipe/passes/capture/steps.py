@@ -16,6 +16,7 @@ from threading import RLock
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ... import tree
 from ...collectives.group import Group
@@ -28,10 +29,10 @@ from ...tree import Tree
 from . import graphs
 
 #: A step without a graph, as a function of the tensors among its arguments.
-TensorStep: TypeAlias = Callable[[Sequence[torch.Tensor]], Tree]
+TensorStep: TypeAlias = Callable[[Sequence[Tensor]], Tree]
 
 #: The classes of tensors whose memory is one piece.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 #: Held for a step: graphs of one device read memory that each step writes, and threads start them.
 _LOCK = RLock()
 #: How many signatures have a graph, each with memory of its own.
@@ -65,15 +66,15 @@ class Graph:
     record: graphs.Record
     device: torch.device
     places: tuple[int, ...] = ()
-    fixed: tuple[torch.Tensor | None, ...] = ()
+    fixed: tuple[Tensor | None, ...] = ()
     recorded: graphs.Recorded[Tree] | None = None
     times: int = 0
 
-    def seen(self, tensors: Sequence[torch.Tensor]) -> Graph:
+    def seen(self, tensors: Sequence[Tensor]) -> Graph:
         """The state after a first step, which runs without a graph."""
         return replace(self, places=_places(tensors), fixed=(None,) * len(tensors))
 
-    def after(self, tensors: Sequence[torch.Tensor], step: TensorStep) -> tuple[Graph, Tree]:
+    def after(self, tensors: Sequence[Tensor], step: TensorStep) -> tuple[Graph, Tree]:
         """The next state, and the result of the step on these tensors by the graph, which is
         recorded if need be.
         """
@@ -89,10 +90,13 @@ class Graph:
         return replace(graph, places=places), _copied(graph.recorded.results)
 
     def _recorded(
-        self, tensors: Sequence[torch.Tensor], moved: Sequence[bool], step: TensorStep
+        self,
+        tensors: Sequence[Tensor],
+        moved: Sequence[bool],
+        step: TensorStep,
     ) -> Graph:
         """With a graph that reads copies of the arguments that moved."""
-        fixed: list[torch.Tensor | None] = []
+        fixed: list[Tensor | None] = []
         for tensor, before, m in zip(tensors, self.fixed, moved, strict=True):
             needed = m or self.times >= TIMES or tensor.device != self.device
             if before is None and needed:
@@ -107,7 +111,7 @@ class Graph:
         step(read)  # what a first step prepares cannot be recorded
         return replace(graph, recorded=self.record(lambda: step(read)))
 
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
         """Write the arguments that moved to where the graph reads them."""
         for fixed, tensor in zip(self.fixed, tensors, strict=True):
             if fixed is not None:
@@ -124,24 +128,23 @@ def _give_up(graphs_by_key: Graphs, key: Hashable, reason: str) -> None:
     warnings.warn(f"captured: steps run without a graph, since {reason}", stacklevel=4)
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 def _copied(results: Tree) -> Tree:
     """Results apart from the memory of the graph. One tensor that is returned twice stays one."""
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def copy(leaf: object) -> Tree:
         if tree.is_tensor(leaf):
             return copies.setdefault(id(leaf), leaf.clone())
         return leaf
 
-    leaves, structure = tree.flatten(results)
-    return tree.unflatten(structure, list(map(copy, leaves)))
+    return tree.tree_map(copy, results)
 
 
-def unrecordable(call: Call, cache: Cache, tensors: Sequence[torch.Tensor]) -> str:
+def unrecordable(call: Call, cache: Cache, tensors: Sequence[Tensor]) -> str:
     """The reason why steps like this call, with these tensors, cannot be recorded, or nothing."""
     for tensor in tensors:
         if type(tensor) not in PLAIN:
@@ -159,7 +162,11 @@ def unrecordable(call: Call, cache: Cache, tensors: Sequence[torch.Tensor]) -> s
 
 
 def captured(
-    call: Call, cache: Cache, prepare: Callable[..., Call], arguments: tuple[Any, ...], value: bool
+    call: Call,
+    cache: Cache,
+    prepare: Callable[..., Call],
+    arguments: tuple[Any, ...],
+    value: bool,
 ) -> Any:
     """``calls.value_and_grad`` by the graph of its signature; ``prepare`` makes a call of the
     arguments.
@@ -186,7 +193,7 @@ def captured(
                 _give_up(cache.graphs, key, why_not)
             return result
 
-        def step(tensors: Sequence[torch.Tensor]) -> Tree:
+        def step(tensors: Sequence[Tensor]) -> Tree:
             moved = dict(zip(at, tensors, strict=True))
             given = [moved.get(index, leaf) for index, leaf in enumerate(leaves)]
             return value_and_grad(prepare(*tree.unflatten(structure, given)), cache, value)

@@ -5,12 +5,14 @@ for them.
 Gradients of a stage are reduced as soon as the last of them is computed. Parameters that are
 sharded are gathered one action ahead of their first use and freed after their last. Where the
 number of whole stages is limited, the one whose next use in the row is furthest is freed first.
-Knows steps and keys; no tensors and no backends.
+A wait for other copies blocks and does not yield to other ranks of this process: all copies run one
+plan, so they start their collectives in one order, which a rank that ran in between could break.
+Knows no backends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import TypeAlias
@@ -18,13 +20,140 @@ from typing import TypeAlias
 from ...actions.action import AnyAction, Row
 from ...engine.copies import Copies
 from ...lowering.builder import Builder
-from ...lowering.instruction import Instruction
+from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ...lowering.job import LoweringInput
 from ...lowering.keys import Key
+from ...lowering.memory import MemoryAccount
 from ...lowering.plan import Feature
 from ...lowering.value_graph import grad, param, reduced_grad, whole_param
-from .instructions import Landed, OfShare, Reduce, Reshard, Unshard
 from .sharding import Layout, Share
+
+
+@dataclass(frozen=True, slots=True)
+class OfShare(Op):
+    """What concerns leaves of a stage, ``share``; subclasses have no further fields."""
+
+    share: Share
+
+    def __str__(self) -> str:
+        return f"stage {self.share.stage}"
+
+    @property
+    def memory(self) -> Hashable:
+        """The key of what is under way until the WAIT; a stage has one gathering at a time."""
+        return ("of all copies", self.share.stage, self.share.gradients)
+
+
+class _Started(OfShare):
+    """A collective that is under way until its WAIT."""
+
+    def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
+        account.begin(self.memory, self.memory, self.share.bytes)
+        return account.live
+
+
+class Reduce(_Started):
+    """Start to reduce the gradients of a stage over the copies."""
+
+    kind = "REDUCE"
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        share = self.share
+        key = self.memory
+        frees = ins.frees
+        copies = share.copies
+        op = "mean" if copies.mean else "sum"
+        buckets = [
+            (bucket, slots, share.carried(bucket)) for bucket, slots in share.slots(ins.reads)
+        ]
+
+        def step(r: Registers) -> None:
+            works = []
+            for bucket, reads, dtype in buckets:
+                leaves = [r.slots[i] if i >= 0 else None for i in reads]
+                memory = share.layout.pack(bucket, leaves, dtype)
+                works.append(copies.group.start_reduce(memory, op, scatter=copies.zero > 1))
+            for i in frees:
+                r.slots[i] = None
+            r.collectives[key] = works
+
+        return step
+
+
+class Unshard(_Started):
+    """Start to gather a stage's parameters from the parts of all copies."""
+
+    kind = "UNSHARD"
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        share = self.share
+        key = self.memory
+        buckets = share.slots(ins.reads)
+
+        def step(r: Registers) -> None:
+            works = []
+            for bucket, reads in buckets:
+                memory = share.layout.fill(bucket, [r.slots[i] for i in reads])
+                works.append(share.copies.group.start_gather(memory))
+            r.collectives[key] = works
+
+        return step
+
+
+class Reshard(OfShare):
+    """Free gathered parameters."""
+
+    kind = "RESHARD"
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        frees = ins.frees
+
+        def step(r: Registers) -> None:
+            for i in frees:
+                r.slots[i] = None
+
+        return step
+
+
+class Landed(OfShare):
+    """WAIT for what was reduced or gathered. Parameters may be gathered again: earlier values
+    have ended then.
+    """
+
+    kind = "WAIT"
+    renews = True
+
+    def __str__(self) -> str:
+        what = "gradients" if self.share.gradients else "parameters"
+        return f"{what} of stage {self.share.stage}"
+
+    def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
+        for key, nbytes in zip(ins.writes, self.share.landed(), strict=True):
+            if nbytes is None:
+                account.share(key, account.storages[self.memory])
+            else:
+                account.begin(key, key, nbytes)
+        account.end(self.memory)
+        return account.live
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        share = self.share
+        key = self.memory
+        buckets = share.slots(ins.writes)
+        journal = machine.group.journal
+        rank = machine.rank
+        text = f"waiting for the {self} of other copies"
+
+        def step(r: Registers) -> None:
+            journal(rank, text)
+            for (bucket, writes), work in zip(buckets, r.collectives.pop(key), strict=True):
+                (memory,) = work.wait()
+                for i, value in zip(writes, share.values(bucket, memory), strict=True):
+                    if i >= 0:
+                        r.slots[i] = value
+
+        return step
+
 
 #: What is done to the parameters of a stage.
 _Step: TypeAlias = tuple[type[OfShare], int]
@@ -54,8 +183,7 @@ class _OnRank(Feature):
         self.steps = _steps(of, builder.job, builder.rank, builder.accumulated)
 
     def parameter(self, stage: int, leaf: int) -> Key | None:
-        sharded = self.of.copies.cut and leaf in self.of.layouts[stage].shapes
-        if sharded:
+        if self.of.copies.cut and leaf in self.of.layouts[stage].shapes:
             return whole_param(stage, leaf)
         return None
 
@@ -75,7 +203,10 @@ class _OnRank(Feature):
 
 
 def _steps(
-    of: OfCopies, job: LoweringInput, rank: int, added: Set[Key]
+    of: OfCopies,
+    job: LoweringInput,
+    rank: int,
+    added: Set[Key],
 ) -> Iterator[list[Instruction]]:
     """The instructions before each position of the row, at the end of each phase, and after the
     row; ``added`` grows meanwhile.
@@ -97,8 +228,7 @@ def _steps(
         ops += [kind(of.parameters(stage)) for kind, stage in steps]
         yield list(map(_instruction, ops))
     late = _reduces(of, job, summed_first, added)
-    waits = [Landed(op.share) for op in reduced + late]
-    yield list(map(_instruction, late + waits))
+    yield list(map(_instruction, late + [Landed(op.share) for op in reduced + late]))
 
 
 def _gathered(
@@ -108,22 +238,15 @@ def _gathered(
     that are read become whole.
     """
     reads = [_stages_read(of, job, entry) for entry in row]
-    if of.copies.zero == 3:
-        allowed = of.copies.unsharded
-    else:
-        allowed = job.stages
+    allowed = of.copies.unsharded if of.copies.zero == 3 else job.stages
     limit = max([allowed, *map(len, reads)])
     phases = [(0, len(row))]
     if job.phased:
-        forwards = list(takewhile(_is_forward, row))
+        forwards = list(takewhile(lambda entry: all(part.op == "F" for part in entry.parts), row))
         phases = [(0, len(forwards)), (len(forwards), len(row))]
     for begin, end in phases:
         for position, changes in enumerate(_of_phase(reads[begin:end], limit), begin):
             yield position, *changes
-
-
-def _is_forward(entry: AnyAction) -> bool:
-    return all(part.op == "F" for part in entry.parts)
 
 
 def _of_phase(
@@ -184,16 +307,19 @@ def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int
 def _summed_first(of: OfCopies, job: LoweringInput, rank: int) -> list[int]:
     """Stages here whose gradients are summed over ranks or stages before the copies reduce them."""
     tied = {stage for group in of.tied for stage, _ in group}
-    stages = []
-    for stage in range(job.stages):
-        ranks = job.schedule.placement.ranks_of(stage)
-        if rank in ranks and (stage in tied or len(ranks) > 1):
-            stages.append(stage)
-    return stages
+    placement = job.schedule.placement
+    return [
+        stage
+        for stage in placement.stages_of(rank)
+        if stage in tied or len(placement.ranks_of(stage)) > 1
+    ]
 
 
 def _reduces(
-    of: OfCopies, job: LoweringInput, stages: Iterable[int], added: Set[Key]
+    of: OfCopies,
+    job: LoweringInput,
+    stages: Iterable[int],
+    added: Set[Key],
 ) -> list[OfShare]:
     """REDUCE of the gradients of each stage that has any."""
     reduces: list[OfShare] = []

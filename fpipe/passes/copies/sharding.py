@@ -105,8 +105,7 @@ class Layout:
         for leaf, start in zip(bucket.leaves, bucket.starts, strict=True):
             end = start + self.numel(leaf)
             first = min(max(start, low), end)
-            last = max(min(end, high), first)
-            yield leaf, first - start, last - start, max(first - low, 0)
+            yield leaf, first - start, max(min(end, high), first) - start, max(first - low, 0)
 
     def numel(self, leaf: int) -> int:
         """Elements of a whole leaf."""
@@ -243,10 +242,7 @@ class Share:
             dtype = self.dtype(bucket)
             views = not self.copies.cut and self.carried(bucket) == dtype
             for leaf, first, last, _ in self.layout.pieces(bucket):
-                if self.copies.cut:
-                    count = last - first
-                else:
-                    count = self.layout.numel(leaf)
+                count = last - first if self.copies.cut else self.layout.numel(leaf)
                 sizes[leaf] = count * dtype.itemsize
             if views or not self.gradients:
                 sizes |= dict.fromkeys(bucket.leaves)
@@ -308,10 +304,7 @@ class Shares:
         layout = self._known(stage)[1]
         for bucket in layout.buckets:
             for index, first, last, _ in layout.pieces(bucket):
-                if index < len(leaves):
-                    leaf = leaves[index]
-                else:
-                    leaf = "nothing"
+                leaf = leaves[index] if index < len(leaves) else "nothing"
                 wanted = (last - first,)
                 if leaf is None or (tree.is_tensor(leaf) and tuple(leaf.shape) == wanted):
                     continue
@@ -323,7 +316,11 @@ class Shares:
         return layout
 
     def seen(
-        self, stage: int, value: tree.Tree, leaves: Sequence[object], frozen: Sequence[str]
+        self,
+        stage: int,
+        value: tree.Tree,
+        leaves: Sequence[object],
+        frozen: Sequence[str],
     ) -> tuple[list[object], Layout]:
         """The leaves of a call as the stage will see them, those that come in parts without data;
         and their layout.

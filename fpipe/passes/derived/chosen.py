@@ -21,10 +21,7 @@ class Chosen:
 
     def __init__(self, value: Tree, chosen: Callable[[object], bool] | Sequence[bool]):
         self._every, self._spec = tree.flatten(value)
-        if callable(chosen):
-            flags = map(chosen, self._every)
-        else:
-            flags = chosen
+        flags = map(chosen, self._every) if callable(chosen) else chosen
         self._indices = [i for i, flag in enumerate(flags) if flag]
         self.leaves: list[Any] = [self._every[i] for i in self._indices]
 

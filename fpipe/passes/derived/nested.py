@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from ... import tree
 from ...actions.product import feature
@@ -58,7 +59,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     more = call.has_aux or call.each is not None
     aux: Tree = None
 
-    def value(*tensors: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+    def value(*tensors: Tensor) -> tuple[Tensor, Tree]:
         nonlocal aux
         params, batch = chosen.around(tensors)
         if isinstance(x, Microbatches):
@@ -69,14 +70,8 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
 
     every = tuple(range(len(chosen.leaves)))
     grads, (loss, tensors) = torch.func.grad_and_value(value, every, has_aux=True)(*chosen.leaves)
-    if more:
-        out = (loss, Chosen(aux, tree.is_tensor).around(tensors))
-    else:
-        out = loss
-    if call.loss_scale is None:
-        scaled = grads
-    else:
-        scaled = [grad * call.loss_scale for grad in grads]
+    out = (loss, Chosen(aux, tree.is_tensor).around(tensors)) if more else loss
+    scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
     return out, tuple((dp, dx)[n] for n in call.argnums)
@@ -89,11 +84,11 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     config = call.config
     run = _runner(call)
     outputs: list[Tree] = []
-    losses: list[torch.Tensor] = []
+    losses: list[Tensor] = []
     auxes: list[Tree] = []
     for m in range(call.number):
         y = x.tree(m)
-        extra: torch.Tensor | None = None
+        extra: Tensor | None = None
         for s, stage in enumerate(config.functions):
             returned = run(stage, s, m, [_like(wide[s], call.params[s])], y)
             y, more, *_ = result_of(stage, returned)
@@ -163,10 +158,7 @@ def _runner(call: Call) -> Callable[..., Tree]:
         fn: Callable[..., Tree], index: int, mb: int, params: Sequence[Tree], *inputs: Tree
     ) -> Tree:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
-        if call.seed is None:
-            start = None
-        else:
-            start = seed_of(call.seed, index, numbered(mb), "F")
+        start = None if call.seed is None else seed_of(call.seed, index, numbered(mb), "F")
         sides = side_inputs.of_stage(config.sides[index], call.sides)
         side = {name: part.tree(mb) for name, part in sides.items()}
         kept = tree.leaves((params, side))

@@ -78,10 +78,7 @@ class PerExample:
                 f"scale gave {list(factors.shape)} factors for {len(norms)} examples; give one "
                 "for each"
             )
-        if self._mean:
-            weights = factors / len(factors)
-        else:
-            weights = factors
+        weights = factors / len(factors) if self._mean else factors
         parts, _ = _with_numbers(self._weighted, (x, *targets), side, weights)
         step = value_and_grad(self._weighted)
         _, grads = step(params, parts, *targets, seed=seed, **side)
@@ -167,7 +164,10 @@ def _variant(config: Config, probing: bool) -> Pipeline:
 
 
 def _with_numbers(
-    pipe: Pipeline, batches: tuple[Tree, ...], side: dict[str, Tree], numbers: Tensor | None
+    pipe: Pipeline,
+    batches: tuple[Tree, ...],
+    side: dict[str, Tree],
+    numbers: Tensor | None,
 ) -> tuple[Microbatches, list[int]]:
     """x by microbatches, with a number for each row and None for auxiliary losses; and how many
     rows each has.
@@ -181,10 +181,7 @@ def _with_numbers(
         if tensor is None:
             raise StageError("x holds no tensor, and so no rows to tell examples apart")
         sizes.append(len(tensor))
-    if numbers is None:
-        numbers = torch.zeros(sum(sizes))
-    else:
-        numbers = numbers.detach()
+    numbers = torch.zeros(sum(sizes)) if numbers is None else numbers.detach()
     rows = zip(parts, numbers.cpu().split(sizes), strict=True)
     return Microbatches((part, row, None) for part, row in rows), sizes
 

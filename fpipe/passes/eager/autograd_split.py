@@ -26,16 +26,17 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ...programs.tensor_state import RETAINED
 from .meter import saved_handles
 
-Grads: TypeAlias = dict[int, torch.Tensor | None]
+Grads: TypeAlias = dict[int, Tensor | None]
 #: The ends of the leaves of an argument, by index.
 Edges: TypeAlias = Mapping[int, GradientEdge]
 #: An edge, and the gradient that arrives there.
-Arrived: TypeAlias = tuple[GradientEdge, torch.Tensor]
+Arrived: TypeAlias = tuple[GradientEdge, Tensor]
 #: The next nodes of a node, with the number of their outputs.
 Nexts: TypeAlias = tuple[tuple[Node | None, int], ...]
 #: A tensor that a node saved, or a weak reference to it; empty once it is freed.
@@ -70,7 +71,7 @@ class Survey(NamedTuple):
     late: frozenset[int]
     passed: tuple[Node, ...]
     ends: tuple[int, ...]
-    foreign: tuple[torch.Tensor, ...]
+    foreign: tuple[Tensor, ...]
 
 
 class Kept(NamedTuple):
@@ -85,7 +86,7 @@ class Kept(NamedTuple):
 
 
 # ---- surveying ----
-def leaf_edge(leaf: torch.Tensor) -> GradientEdge:
+def leaf_edge(leaf: Tensor) -> GradientEdge:
     """The end of a leaf; torch returns that of a view for a subclass of Tensor."""
     _, order = _walk([get_gradient_edge(leaf)])
     return GradientEdge(order[0], 0)
@@ -161,7 +162,7 @@ def _walk(
     return nexts, list(order)
 
 
-def _leaves(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
+def _leaves(nodes: Iterable[Node]) -> Iterator[Tensor]:
     """The leaves of a graph among nodes."""
     for node in nodes:
         leaf = getattr(node, "variable", None)
@@ -208,11 +209,11 @@ def _hooked(node: Node) -> bool:
     return any(saved.unpack_hook is not None for saved in saved_handles(node))
 
 
-def saved_tensors(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
+def saved_tensors(nodes: Iterable[Node]) -> Iterator[Tensor]:
     """The tensors that nodes saved, but for those on which the user set hooks."""
     for node in nodes:
         for saved in saved_handles(node):
-            if saved.unpack_hook is None and isinstance(saved.data, torch.Tensor):
+            if saved.unpack_hook is None and isinstance(saved.data, Tensor):
                 yield saved.data
 
 
@@ -245,12 +246,12 @@ def _movable(nodes: Iterable[Node]) -> list[Cell]:
     return lasting
 
 
-def _read(cell: Cell, _: None) -> torch.Tensor:
-    assert cell and isinstance(cell[0], torch.Tensor), "freed after I"
+def _read(cell: Cell, _: None) -> Tensor:
+    assert cell and isinstance(cell[0], Tensor), "freed after I"
     return cell[0]
 
 
-def _take(cell: Cell, _: None) -> torch.Tensor:
+def _take(cell: Cell, _: None) -> Tensor:
     """The tensor, which the node that uses it holds from now on and may ask for again meanwhile."""
     tensor = cell.pop()
     if isinstance(tensor, weakref.ref):
@@ -312,7 +313,7 @@ def of_weights(kept: Kept) -> Grads:
 @torch.inference_mode(False)  # a checkpoint records its region again
 def _grad(
     ends: Sequence[Arrived], wanted: Sequence[GradientEdge], keep: bool
-) -> Sequence[torch.Tensor | None]:
+) -> Sequence[Tensor | None]:
     if not ends or not wanted:
         return [None] * len(wanted)
     edges, gradients = zip(*ends, strict=True)

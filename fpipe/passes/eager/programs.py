@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -175,7 +176,7 @@ class _Engine:
             for group, abstract in zip(groups[:3], self.signature, strict=False)
         )
         given = entering(self.signature.x, x)
-        state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
+        state = [t.clone() if isinstance(t, Tensor) else t for t in groups[3]]
         hooks = RemovableHandle.next_id
         with _under(self.autocast):
             arguments = [params, given, side, state]
@@ -204,7 +205,7 @@ class _Engine:
     def _returned(self, result: Result, ys: Sequence[Any], groups: Groups) -> Results:
         """What F returns of a result: new tensors without a graph."""
         leaves = (leaf for group in (0, 2, 3) for leaf in groups[group])
-        foreign = {tree.address(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        foreign = {tree.address(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         foreign |= {tree.address(ys[j]) for j in self.facts.captured}
         planned = [
             (ys[j], aval) for j, aval in self.outputs.y.avals.items() if j not in self.facts.passed
@@ -268,7 +269,7 @@ class _Engine:
             refuse_captured(self.stage, foreign)
 
     # ---- B, I and W ----
-    def _open(self, inputs: list[Any]) -> tuple[Tape, list[Arrived], list[torch.Tensor]]:
+    def _open(self, inputs: list[Any]) -> tuple[Tape, list[Arrived], list[Tensor]]:
         """The tape, its ends with their cotangents, and sums to add gradients into."""
         held, *rest = inputs
         inputs.clear()
@@ -302,17 +303,16 @@ class _Engine:
         inputs.clear()
         return self._weight_grads(of_weights(kept), sums)
 
-    def _input_grads(self, dxs: Grads) -> tuple[torch.Tensor, ...]:
+    def _input_grads(self, dxs: Grads) -> tuple[Tensor, ...]:
         for i, dx in dxs.items():
             planned = dx is None or i in self.dxs
             self._expect(planned, f"the gradient of its input {i}", "one that is not None", "None")
-        gradients = []
-        for i, aval in self.dxs.items():
-            dx = dxs[i]
-            gradients.append(_as_planned(_zeros(aval) if dx is None else dx, aval))
-        return tuple(gradients)
+        return tuple(
+            _as_planned(_zeros(aval) if (dx := dxs[i]) is None else dx, aval)
+            for i, aval in self.dxs.items()
+        )
 
-    def _weight_grads(self, dps: Grads, sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _weight_grads(self, dps: Grads, sums: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradients, or none once each is added into its sum; an unused parameter adds
         nothing.
         """
@@ -325,11 +325,9 @@ class _Engine:
                 if gradient is not None:
                     total.add_(gradient)
             return ()
-        gradients = []
-        for i, aval in self.dps.items():
-            dp = dps[i]
-            gradients.append(_zeros(aval) if dp is None else resolved(dp))
-        return tuple(gradients)
+        return tuple(
+            _zeros(aval) if (dp := dps[i]) is None else resolved(dp) for i, aval in self.dps.items()
+        )
 
     # ---- all four ----
     def programs(self) -> Programs:
@@ -444,19 +442,16 @@ def _until_passed(check: Callable[[Tape], None]) -> Callable[[Tape], None]:
 
 def _leaf(value: object, leaf: AbstractLeaf, grad: bool) -> Any:
     """An argument as a leaf of a new graph."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     # a graph holds no inference tensors
-    if value.is_inference():
-        tensor = value.clone()
-    else:
-        tensor = value.detach()
+    tensor = value.clone() if value.is_inference() else value.detach()
     if grad and isinstance(leaf, Aval) and leaf.grad:
         return tensor.requires_grad_()
     return tensor
 
 
-def _as_planned(tensor: torch.Tensor, planned: Aval, foreign: Container[int] = ()) -> torch.Tensor:
+def _as_planned(tensor: Tensor, planned: Aval, foreign: Container[int] = ()) -> Tensor:
     """A result with numbers for lazy flags and the strides with which it arrives on another rank.
 
     It is copied where it has other strides or memory at an address in ``foreign``. Of an expanded
@@ -474,7 +469,7 @@ def _as_planned(tensor: torch.Tensor, planned: Aval, foreign: Container[int] = (
     return memory.copy_(stored).as_strided(tensor.shape, stride)
 
 
-def _once(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def _once(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     """One element of each axis that is expanded in a layout."""
     for axis, step in enumerate(stride):
         if not step:
@@ -490,7 +485,7 @@ def _alike(leaf: AbstractLeaf | None, planned: AbstractLeaf | None) -> bool:
     return leaf == planned
 
 
-def _zeros(aval: Aval) -> torch.Tensor:
+def _zeros(aval: Aval) -> Tensor:
     """Zeros that take no memory, into which nothing is written."""
     return aval.build(lambda a: torch.zeros((), dtype=a.dtype, device=a.device).expand(a.shape))
 

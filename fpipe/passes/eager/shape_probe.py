@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ... import tree
@@ -138,7 +139,10 @@ def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
 
 
 def _unknown(
-    stage: Stage, signature: Signature, on_fakes: Exception, on_numbers: Exception
+    stage: Stage,
+    signature: Signature,
+    on_fakes: Exception,
+    on_numbers: Exception,
 ) -> Exception:
     """The error for a function that runs neither on fake tensors nor on invented numbers."""
     if isinstance(explain(on_fakes, stage.label, ""), ActionError):
@@ -161,7 +165,10 @@ def devices_of(signature: Signature) -> list[torch.device]:
 
 # ---- one run ----
 def run_recording(
-    stage: Stage, signature: Signature, groups: Sequence[Sequence[object]], copies: bool
+    stage: Stage,
+    signature: Signature,
+    groups: Sequence[Sequence[object]],
+    copies: bool,
 ) -> Result:
     """Call the function with parts under ``fpipe.remat`` as checkpoints; a stage under it as a
     whole without.
@@ -186,7 +193,7 @@ def wrote_into_input(before: Sequence[Sequence[int]], groups: Groups) -> bool:
     return changed[1]
 
 
-def refuse_captured(stage: Stage, foreign: Iterable[torch.Tensor]) -> None:
+def refuse_captured(stage: Stage, foreign: Iterable[Tensor]) -> None:
     """Raise where a function closes over a tensor that requires a gradient."""
     for leaf in foreign:
         raise captured_gradient_error(stage.label, leaf)
@@ -195,7 +202,7 @@ def refuse_captured(stage: Stage, foreign: Iterable[torch.Tensor]) -> None:
 def _observed(
     stage: Stage,
     signature: Signature,
-    create: Callable[[Aval], torch.Tensor],
+    create: Callable[[Aval], Tensor],
     unused: frozenset[int],
     steps: Steps,
 ) -> StageFacts:
@@ -236,9 +243,9 @@ def _with_graph(
     stage: Stage,
     facts: StageFacts,
     groups: Groups,
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[Tensor],
     count: Meter,
-    created: Callable[[torch.Tensor], bool],
+    created: Callable[[Tensor], bool],
 ) -> StageFacts:
     """Add what the recorded graph shows: bytes and the strides of input gradients. Refuses captured
     gradients: those of leaves that the function did not create.
@@ -304,7 +311,7 @@ def _storages(leaves: Iterable[object]) -> dict[int, int]:
 
 
 # ---- invented numbers ----
-def _pure_on_numbers(label: str, groups: Groups) -> tuple[Around, Callable[[torch.Tensor], bool]]:
+def _pure_on_numbers(label: str, groups: Groups) -> tuple[Around, Callable[[Tensor], bool]]:
     """While a function runs on real arguments under this mode, refuse writes into other tensors it
     did not create; and whether it created a tensor.
     """
@@ -322,13 +329,13 @@ def _pure_on_numbers(label: str, groups: Groups) -> tuple[Around, Callable[[torc
     return Around(run), lambda tensor: _storage(tensor) in local
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
+def _storage(tensor: Tensor) -> int | None:
     """The address of a plain tensor's storage; ``None`` for another tensor."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return storage_id(tensor) if plain else None
 
 
-def _invented(aval: Aval) -> torch.Tensor:
+def _invented(aval: Aval) -> Tensor:
     """Floating numbers between 0 and 1, integers 0, booleans true."""
     tensor = aval.build(_invented_plain)
     if aval.differentiable:
@@ -336,7 +343,7 @@ def _invented(aval: Aval) -> torch.Tensor:
     return tensor
 
 
-def _invented_plain(aval: Aval) -> torch.Tensor:
+def _invented_plain(aval: Aval) -> Tensor:
     tensor = torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device=aval.device)
     # elements of an expanded tensor share memory, which is filled
     memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))

@@ -73,8 +73,7 @@ def stand_ins(leaves: Sequence[object], name: str) -> tuple[list[object], bool]:
     >>> stand_ins([elsewhere((2,)), 3], "x")
     ([tensor(..., device='meta', size=(2,)), 3], True)
     """
-    absent = [isinstance(leaf, Absent) for leaf in leaves]
-    if not any(absent):
+    if not any(isinstance(leaf, Absent) for leaf in leaves):
         return list(leaves), False
     here = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     if here is not None:

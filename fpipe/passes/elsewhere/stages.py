@@ -68,16 +68,16 @@ def _is_elsewhere(stage: Stage) -> bool:
 
 def _as_data(stage: Stage) -> dict[str, object]:
     moded = in_mode(stage, True)
-    texts = {"text": named(stage.fn), "moded": "" if moded is stage else named(moded.fn)}
     weights = (
         None
         if stage.weights is None
         else {name: weight.key for name, weight in stage.weights.items()}
     )
-    names = {"layers": _numbers(stage.layers), "weights": weights}
     return {
-        **texts,
-        **names,
+        "text": named(stage.fn),
+        "moded": "" if moded is stage else named(moded.fn),
+        "layers": _numbers(stage.layers),
+        "weights": weights,
         "sides": stage.sides,
         **{name: getattr(stage, name) for name in _PLAIN},
     }

@@ -122,10 +122,7 @@ def costs(
         for _, action, start, end in spans(runs):
             first = action.parts[0]
             slices = first.slices
-            if isinstance(action, Action):
-                op = action.op
-            else:
-                op = "overlap"
+            op = action.op if isinstance(action, Action) else "overlap"
             lasted[op][first.stage].append((end - start) * slices)
             stages = max(stages, *(part.stage + 1 for part in action.parts))
     forward, whole, inputs, weights, overlap = (
@@ -194,8 +191,5 @@ def shares(run: Run) -> dict[str, float]:
     times = defaultdict[str, float](float)
     for event in run.events:
         times[_WORK.get(event.kind, "the rest")] += event.end - event.start
-    if run.events:
-        length = run.events[-1].end - run.events[0].start
-    else:
-        length = 0.0
+    length = run.events[-1].end - run.events[0].start if run.events else 0.0
     return {**times, "between": length - sum(times.values())}

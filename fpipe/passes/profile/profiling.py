@@ -259,8 +259,7 @@ class Measuring:
             )
         self.pipe = pipe
         self._figures = pipe.plan(params, x, *targets, **side).figures
-        call = pipe.call("grad", params, x, targets, side)
-        schedule = pipe.schedule(call.microbatches)
+        schedule = pipe.schedule(pipe.call("grad", params, x, targets, side).microbatches)
         variants = [pipe.under(variant) for variant in (whole(schedule), split(schedule))]
         steps = [
             partial(value_and_grad(variant), params, x, *targets, **side) for variant in variants

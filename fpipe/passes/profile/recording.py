@@ -125,10 +125,7 @@ def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, i
     for ins in instructions:
         op = ins.op
         if isinstance(op, Send):
-            if ins.action is None:
-                number = -1
-            else:
-                number = next(sent[op.peer])
+            number = -1 if ins.action is None else next(sent[op.peer])
             yield op.peer, number, sum(spec.bytes for spec in op.specs)
         elif isinstance(op, Recv):
             yield op.peer, op.number if isinstance(op, Wait) else -1, 0

@@ -100,7 +100,11 @@ class Families:
         return None
 
     def extended(
-        self, stage: Stage, signature: Signature, unused: frozenset[int], occasion: object
+        self,
+        stage: Stage,
+        signature: Signature,
+        unused: frozenset[int],
+        occasion: object,
     ) -> Families:
         """With a symbolic trace that serves a signature, or with the signature among those that get
         their own trace.
@@ -129,8 +133,7 @@ class Families:
                     return replace(saw, fault=faults[-1])
             else:
                 return replace(saw, families=(*self.families[1 - KEPT :], family))
-        small = any(_size(signature, axes[0]) < SMALL for axes in varied)
-        if small:
+        if any(_size(signature, axes[0]) < SMALL for axes in varied):
             return saw
         return replace(saw, fault=faults[0])
 
@@ -181,7 +184,11 @@ def programs_of(
 
 
 def _traced(
-    stage: Stage, signature: Signature, unused: frozenset[int], axes: Sequence[Axes], varied: int
+    stage: Stage,
+    signature: Signature,
+    unused: frozenset[int],
+    axes: Sequence[Axes],
+    varied: int,
 ) -> Family:
     """A trace with a symbol for each group of axes; RuntimeError where it holds for one size of the
     first ones, and InexactError where its operations are not those of a trace of this size.
@@ -227,10 +234,7 @@ def _places(signature: Signature, strides: bool = False) -> list[Axis]:
     places = []
     for argument in (1, 2, 3):
         for leaf, aval in signature[argument].avals.items():
-            if strides and _has_gaps(aval):
-                kinds = (False, True)
-            else:
-                kinds = (False,)
+            kinds = (False, True) if strides and _has_gaps(aval) else (False,)
             for stride in kinds:
                 places += [Axis(argument, leaf, n, stride) for n in range(len(aval.shape))]
     return places
@@ -272,10 +276,7 @@ def _others(stage: Stage, signature: Signature, varied: Sequence[Axes]) -> list[
 
 def _named(stage: Stage, signature: Signature, places: Sequence[Axis]) -> list[Axis]:
     """The axes that ``dynamic=`` of a stage names."""
-    if stage.dynamic is True:
-        axes = (0, 1)
-    else:
-        axes = stage.dynamic or ()
+    axes = (0, 1) if stage.dynamic is True else stage.dynamic or ()
     patterns = axes if isinstance(axes, Mapping) else {"*": axes}
     paths = {1: [("x", *path) for path in signature.x.spec.paths()], 2: signature.side.spec.paths()}
     named = []

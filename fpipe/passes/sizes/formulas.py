@@ -97,8 +97,7 @@ class SymbolicSizes(Sizes):
     def aval(self, aval: Aval) -> Aval:
         """An abstract tensor with the numbers of the trace."""
         shape = tuple(map(self.number, aval.shape))
-        stride = tuple(map(self.number, aval.stride))
-        return aval._replace(shape=shape, stride=stride)
+        return aval._replace(shape=shape, stride=tuple(map(self.number, aval.stride)))
 
     def formulas(self) -> Formulas:
         """The formulas of all numbers; ValueError where they do not give the numbers of the
@@ -180,7 +179,10 @@ def operations_of(programs: Programs) -> Counter[tuple[str, str]]:
 
 
 def _program_at(
-    program: Program, numbers: Numbers, operation: Callable[[Operation], Operation], label: str
+    program: Program,
+    numbers: Numbers,
+    operation: Callable[[Operation], Operation],
+    label: str,
 ) -> Program:
     """The program for other sizes. It shares the code, which refers to sizes by name."""
     assert isinstance(program.run, FunctionType)

@@ -217,7 +217,11 @@ class SymbolicFake(Fake):
     """Uses torch's Python form of operations whose C++ form takes every size for a number."""
 
     def dispatch(
-        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Any = None,
     ) -> object:
         """Torch's, or the Python form."""
         if func in _IN_PYTHON:

@@ -112,8 +112,7 @@ def _flops(one: Operation, results: list[Aval]) -> int:
     shapes = dict(zip(one.inputs, map(_shapes, one.reads), strict=True))
     try:
         args = fill(one.args, shapes)
-        kwargs = fill(one.kwargs, shapes)
-        return int(count(*args, **kwargs, out_val=_shapes(one.value)))
+        return int(count(*args, **fill(one.kwargs, shapes), out_val=_shapes(one.value)))
     except Exception:  # a formula that does not take these arguments: by the size of the result
         if results:
             return 2 * max(prod(results[0].shape), 1)

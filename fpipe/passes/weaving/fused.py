@@ -69,8 +69,7 @@ class _OnRank(Feature):
         if not fused and made.total >= made.one_after_another:
             return False  # no transfer overlaps with compute
         self.weaves[str(action)] = made
-        pieces = [cut[number][0] for number in made.order]
-        self.builder.emit(action.parts, pieces)
+        self.builder.emit(action.parts, [cut[number][0] for number in made.order])
         return True
 
     def complete(self, plan: Plan) -> Plan:

@@ -52,10 +52,7 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     whole program.
     """
     if program not in _COLLECTIVES:
-        if program.collective:
-            operations = program.operations
-        else:
-            operations = ()
+        operations = program.operations if program.collective else ()
         collectives = filter(None, map(started, operations))
         numbered = [
             replace(collective, number=program.numbers.get(collective.value, number))
@@ -72,8 +69,7 @@ def busy(program: Program) -> int:
 
 def microseconds(program: Program) -> float:
     """How long a program is expected to take, each of its collectives waited for at once."""
-    transfers = sum(c.nanoseconds for c in collectives_of(program))
-    return (busy(program) + transfers) / 1e3
+    return (busy(program) + sum(c.nanoseconds for c in collectives_of(program))) / 1e3
 
 
 def _cut(programs: Programs, program: Program) -> Sequence[Segment]:
@@ -126,7 +122,8 @@ def _places(programs: Programs, program: Program) -> dict[str, _Place]:
     for one in reversed(program.operations):
         name = one.name
         places[name] = _Place(name not in awaited, phases[name], leads.get(name, last))
-        if uses[name] and not _works(one):  # a view or a wait is in the segment that first uses it
+        takes_time = nanoseconds(one) or started(one)
+        if uses[name] and not takes_time:  # a view or a wait is in the segment that first uses it
             places[name] = min(uses[name])
         for before in needs[name]:
             uses[before].append(places[name])
@@ -135,18 +132,10 @@ def _places(programs: Programs, program: Program) -> dict[str, _Place]:
             if phases.get(before) == phases[name]:
                 leads[before] = min(leads.get(before, last), leads.get(name, last))
     for one in program.operations:
-        if _item(one):  # it is in the segment of its tuple
+        item = getattr(one.target, "__name__", "") == "getitem" and isinstance(one.args[0], Ref)
+        if item:  # it is in the segment of its tuple
             places[one.name] = places.get(one.inputs[0], places[one.name])
     return places
-
-
-def _works(one: Operation) -> bool:
-    """Whether an operation takes time or starts a collective."""
-    return bool(nanoseconds(one) or started(one))
-
-
-def _item(one: Operation) -> bool:
-    return getattr(one.target, "__name__", "") == "getitem" and isinstance(one.args[0], Ref)
 
 
 # ---- pieces ----

@@ -159,10 +159,7 @@ class _Rank:
         def normed_product(x: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
             return product(_norm(x, norm), matrix)
 
-        if recompute == "selective":
-            function = remat(normed_product)
-        else:
-            function = normed_product
+        function = remat(normed_product) if recompute == "selective" else normed_product
         return function(x, norm, matrix)
 
     def _product(self, y: Tensor, matrix: Tensor) -> Tensor:

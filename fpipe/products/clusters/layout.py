@@ -160,6 +160,4 @@ def even_layers(model: Model, stages: int) -> tuple[int, ...]:
     return tuple(end - first for first, end in zip(firsts, ends, strict=True))
 
 
-@lru_cache(maxsize=256)
-def _schedule(name: str, ranks: int, microbatches: int, stages: int) -> Schedule:
-    return make_schedule(name, ranks, microbatches, stages)
+_schedule = lru_cache(maxsize=256)(make_schedule)

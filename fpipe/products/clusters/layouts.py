@@ -123,8 +123,7 @@ def candidates(job: Job) -> Iterator[Layout]:
         if tp > job.gpu.node or not divides(model, tp):
             continue
         for name, per_rank in _schedules(model.layers, pp):
-            layout = Layout(tp, pp, dp, schedule=name, per_rank=per_rank)
-            yield from _detailed(job, layout)
+            yield from _detailed(job, Layout(tp, pp, dp, schedule=name, per_rank=per_rank))
 
 
 def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:

@@ -148,8 +148,7 @@ class Model:
         """Elements of a layer."""
         vectors = {"biased": self.queries + 2 * self.keys, "normed": 2 * self.head_dim}
         vectors["plain"] = vectors["biased"] + 4 * self.hidden + self.feed_forward
-        more = vectors.get(self._traits, 0)
-        return self.layer_matrices + 2 * self.hidden + more
+        return self.layer_matrices + 2 * self.hidden + vectors.get(self._traits, 0)
 
     @property
     def _traits(self) -> str:
@@ -174,19 +173,13 @@ class Model:
     @property
     def parameters(self) -> int:
         """All parameters, a tied matrix once."""
-        if self.tied:
-            head = self._last_norm
-        else:
-            head = self.head_parameters
+        head = self._last_norm if self.tied else self.head_parameters
         return self.layers * self.layer_parameters + self.embedding_parameters + head
 
     @property
     def active_matrices(self) -> int:
         """Elements of the matrices of a layer that multiply a token."""
-        if self.experts:
-            idle = max(self.experts - self.active, 0)
-        else:
-            idle = 0
+        idle = max(self.experts - self.active, 0) if self.experts else 0
         return self.layer_matrices - idle * self._expert
 
 

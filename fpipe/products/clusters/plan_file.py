@@ -81,10 +81,7 @@ def as_toml(values: Mapping[str, Table]) -> str:
     for name, table in values.items():
         lines = [f"[{name}]"]
         for key, value in table.items():
-            if key.isidentifier():
-                key_text = key
-            else:
-                key_text = json.dumps(key)
+            key_text = key if key.isidentifier() else json.dumps(key)
             lines.append(f"{key_text} = {json.dumps(value)}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
@@ -113,8 +110,7 @@ def read_plan(path: str | PathLike[str]) -> Prediction:
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: {error}; {_REMEDY}") from None
     model = _record(Model, values, path)
-    gpu = _record(Gpu, values, path)
-    job = _record(Job, values, path, model=model, gpu=gpu)
+    job = _record(Job, values, path, model=model, gpu=_record(Gpu, values, path))
     return predict(job, _record(Layout, values, path))
 
 
@@ -128,8 +124,7 @@ def _record(
         raise PlanError(f"{where} has no table [{name}]; {_REMEDY}")
     types = {field.name: str(field.type) for field in fields(kind) if field.name not in parts}
     for key, value in table.items():
-        expected = _TYPES.get(types.get(key, ""), ())
-        if type(value) not in expected:
+        if type(value) not in _TYPES.get(types.get(key, ""), ()):
             raise PlanError(
                 f"{where}: [{name}] {key:.60} = {value!r:.60} does not belong there; {_REMEDY}"
             )

@@ -284,7 +284,10 @@ def _run(case: _Case, microbatches: int) -> list[float]:
 
 
 def _late(
-    timeline: Timeline, schedule: Schedule, costs: Costs, gradients: Sequence[float]
+    timeline: Timeline,
+    schedule: Schedule,
+    costs: Costs,
+    gradients: Sequence[float],
 ) -> list[float]:
     """The bytes of gradients that each rank does not have yet while it holds the most.
 

@@ -181,10 +181,7 @@ def logits_bytes(job: Job, layout: Layout) -> float:
 
 def embedding_bytes(job: Job, layout: Layout) -> float:
     """What the embedding keeps of a microbatch: tokens, and a mask."""
-    if job.model.dropout:
-        mask = job.model.hidden / layout.tp
-    else:
-        mask = 0
+    mask = job.model.hidden / layout.tp if job.model.dropout else 0
     return job.sequence * layout.microbatch * (8 + mask)
 
 

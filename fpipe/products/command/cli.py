@@ -22,53 +22,25 @@ from ...errors import FpipeError, ScheduleError
 from ...generators import schedule_names
 from .options import INVALID, report_error
 
-#: name -> (module:command, its line in `fpipe --help`); a module is loaded when its command runs
+#: a command, its module and function, and its line in `fpipe --help`
+_TABLE = """
+draw       drawing:draw          Draw schedules by name or from files, and timelines.
+check      checking:check        Check schedules in CSV files, or as text with brackets.
+names      checking:names        List the schedules that have a name.
+compare    checking:compare      Compare all schedules: bubble, time, memory, messages.
+solve      checking:solve        Search for the best schedule for costs and memory.
+plan       cluster_plan:plan     Plan a large run: layouts by predicted time and memory.
+rehearse   rehearse:rehearse     Make the plans of ranks of a planned run, without GPUs.
+explain    explain:explain       Explain a script's pipeline: what runs where, memory, idle time.
+train      train:train           Train a small GPT on several processes, and check its gradients.
+copies     copies:copies         Run a script as several copies, of which any may be lost.
+checkpoint checkpoint:checkpoint Show, verify or convert checkpoints.
+doctor     doctor:command        Probe this machine's backend, and list the remedies for its faults.
+"""
+#: name -> (module:function, line); a module is loaded when its command runs
 COMMANDS = {
-    "draw": (
-        "fpipe.products.command.drawing:draw",
-        "Draw schedules by name or from files, and timelines.",
-    ),
-    "check": (
-        "fpipe.products.command.checking:check",
-        "Check schedules in CSV files, or as text with brackets.",
-    ),
-    "names": ("fpipe.products.command.checking:names", "List the schedules that have a name."),
-    "compare": (
-        "fpipe.products.command.checking:compare",
-        "Compare all schedules: bubble, time, memory, messages.",
-    ),
-    "solve": (
-        "fpipe.products.command.checking:solve",
-        "Search for the best schedule for costs and memory.",
-    ),
-    "plan": (
-        "fpipe.products.command.cluster_plan:plan",
-        "Plan a large run: layouts by predicted time and memory.",
-    ),
-    "rehearse": (
-        "fpipe.products.command.rehearse:rehearse",
-        "Make the plans of ranks of a planned run, without GPUs.",
-    ),
-    "explain": (
-        "fpipe.products.command.explain:explain",
-        "Explain a script's pipeline: what runs where, memory, idle time.",
-    ),
-    "train": (
-        "fpipe.products.command.train:train",
-        "Train a small GPT on several processes, and check its gradients.",
-    ),
-    "copies": (
-        "fpipe.products.command.copies:copies",
-        "Run a script as several copies, of which any may be lost.",
-    ),
-    "checkpoint": (
-        "fpipe.products.command.checkpoint:checkpoint",
-        "Show, verify or convert checkpoints.",
-    ),
-    "doctor": (
-        "fpipe.products.command.doctor:command",
-        "Probe this machine's backend, and list the remedies for its faults.",
-    ),
+    name: (f"{__package__}.{function}", line)
+    for name, function, line in (row.split(maxsplit=2) for row in _TABLE.strip().splitlines())
 }
 
 #: (shell, the line that switches completion on)

@@ -104,14 +104,10 @@ def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
             raise usage_error(f"--only {choice}: give one of {', '.join(CHOICES)}, as in tp=8")
         patterns[name].append(pattern.lower())
 
-    def accepts(layout: Layout) -> bool:
-        for name, allowed in patterns.items():
-            value = str(getattr(layout, name)).lower()
-            if not any(fnmatchcase(value, pattern) for pattern in allowed):
-                return False
-        return True
-
-    return accepts
+    return lambda layout: all(
+        any(fnmatchcase(str(getattr(layout, name)).lower(), pattern) for pattern in allowed)
+        for name, allowed in patterns.items()
+    )
 
 
 # ---- text ----

@@ -219,10 +219,7 @@ def command(processes: int | None) -> int:
     if init(timeout=60).size > 1:
         report, faults = visit()
     else:
-        if pick().type == "cpu":
-            most = 2
-        else:
-            most = torch.accelerator.device_count()
+        most = 2 if pick().type == "cpu" else torch.accelerator.device_count()
         with progress("probing the backend"):
             report, faults = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
     if os.environ.get("RANK", "0") == "0":

@@ -92,11 +92,7 @@ def draw(
         options.check(schedule, training=ops != {"F"})
         by_stage = per == "stage" or (alone and price.counts)
         with options.as_usage_error():  # costs for another number of stages
-            if by_stage:
-                stage_costs = price
-            else:
-                stage_costs = per_share(price, schedule)
-            drawn.append(schedule.simulate(stage_costs))
+            drawn.append(schedule.simulate(price if by_stage else per_share(price, schedule)))
     look = pictures.Look(memory, difference, dark, width)
     with progress("drawing"):
         for path in out:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 
@@ -57,8 +57,19 @@ def first_page(script: str, arguments: Sequence[str]) -> Any:
     """
     if not Path(script).is_file():
         raise StageError(f"there is no file {script!r}; give a Python script")
+
+    def call(
+        pipe: Any, mode: str, params: Any, x: Tree, targets: Sequence[Tree], side: Any, **_: object
+    ) -> None:
+        raise _Reached(pipe.explain(params, x, *targets, **side))
+
+    folder = str(Path(script).resolve().parent)
     try:
-        with _as_script(script, arguments), _stopping():
+        with (
+            patch.object(sys, "argv", [script, *arguments]),
+            patch.object(sys, "path", [folder, *sys.path]),
+            patch.object(Pipeline, "call", call),
+        ):
             runpy.run_path(script, run_name="__main__")
     except _Reached as reached:
         return reached.page
@@ -79,33 +90,3 @@ def first_page(script: str, arguments: Sequence[str]) -> Any:
         "fpipe.value_and_grad(pipe)(params, x, y). Where fpipe.launch starts processes, call "
         "print(pipe.explain(params, x, y)) in the function that it runs"
     )
-
-
-@contextmanager
-def _as_script(script: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Arguments and the first folder of imports as Python has them for a script."""
-    before = sys.argv, sys.path
-    sys.argv = [script, *arguments]
-    sys.path = [str(Path(script).resolve().parent), *before[1]]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = before
-
-
-@contextmanager
-def _stopping() -> Iterator[None]:
-    """Within it, the first call of any pipeline raises _Reached."""
-    pipelines: Any = Pipeline
-    before = pipelines.call
-
-    def call(
-        pipe: Any, mode: str, params: Any, x: Tree, targets: Sequence[Tree], side: Any, **_: object
-    ) -> None:
-        raise _Reached(pipe.explain(params, x, *targets, **side))
-
-    pipelines.call = call
-    try:
-        yield
-    finally:
-        pipelines.call = before

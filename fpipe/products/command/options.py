@@ -20,6 +20,7 @@ from ...actions import Costs, progress, read_bytes
 from ...errors import ScheduleError
 from ...generators import is_path, read_schedule, schedule_from, schedule_in, schedule_names
 from ...schedule import Schedule
+from ..pictures.labels import aligned
 from ..search.memory_limit import in_bytes
 
 MOST_COSTS = 16 << 20  #: bytes of a file of costs
@@ -48,10 +49,7 @@ def matching(patterns: Sequence[str]) -> list[str]:
         return list(names)
     matched = set[str]()
     for pattern in patterns:
-        if pattern.lower() == "zbv":
-            wanted = "zbvzerobubble"
-        else:
-            wanted = pattern.lower()
+        wanted = "zbvzerobubble" if pattern.lower() == "zbv" else pattern.lower()
         hits = [name for name in names if fnmatchcase(name.lower(), wanted)]
         if not hits:
             raise usage_error(
@@ -77,10 +75,7 @@ def option(form: str, about: str, default: object = None, **more: Any) -> Callab
         default = default if "/" in value else False
         return click.option(*names, value, is_flag=True, default=default, help=about, **more)
     choices = value.split("|")
-    if choices[1:]:
-        kind = click.Choice(choices, case_sensitive=False)
-    else:
-        kind = TYPES.get(value)
+    kind = click.Choice(choices, case_sensitive=False) if choices[1:] else TYPES.get(value)
     details = {"metavar": value, "type": kind, **more}
     if default is not None:
         details["default"] = default
@@ -154,9 +149,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
      1       2
     20      40
     """
-    lines = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+    return "\n".join(aligned([rows[0], *(row.values() for row in rows)], str.rjust))
 
 
 def parse_costs(text: str) -> Costs:

@@ -56,5 +56,4 @@ def train(
     from ..demo.conduct import run
     from ..demo.rank import Settings
 
-    settings = Settings(schedule, out / "timeline.html", width=width, **sizes)
-    return run(settings, source)
+    return run(Settings(schedule, out / "timeline.html", width=width, **sizes), source)

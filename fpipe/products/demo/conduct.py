@@ -7,20 +7,30 @@ Knows no options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from ... import launch, tree
 from ...devices import cores
 from .gpt import Params, cross_entropy
 from .rank import LastStep, Settings, Step, work
-from .screen import screen
 from .single import one_process
 
 
@@ -89,3 +99,48 @@ def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
     """Each stage from a rank that holds it."""
     stages = zip(*parts, strict=True)
     return [next(filter(None, of_ranks)) for of_ranks in stages]
+
+
+@contextmanager
+def screen(console: Console, title: str, steps: int) -> Iterator[Callable[[Step], None]]:
+    """Shows steps while the block runs: progress, loss, speed and the last measured timeline, or
+    without a terminal a line for every tenth of the steps.
+    """
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        expand=True,
+    )
+    task = bar.add_task("starting the ranks", total=steps)
+
+    def panel(*below: Text) -> Panel:
+        return Panel(Group(bar, *below), title=f"[bold]fpipe train[/bold]  {title}")
+
+    def show(step: Step) -> None:
+        bar.update(task, completed=step.number + 1, description=described(step))
+        if step.timeline:
+            heading = Text(f"\nstep {step.number + 1} as it ran", style="dim")
+            color = console.color_system is not None
+            drawn = step.timeline.draw(width=max(console.width - 4, 20), color=color)
+            live.update(panel(heading, Text.from_ansi(drawn, no_wrap=True)))
+
+    def print_line(step: Step) -> None:
+        if step.number + 1 == steps or step.number % max(steps // 10, 1) == 0:
+            console.print(f"step {step.number + 1:4d}   {described(step)}")
+
+    if console.is_terminal:
+        with Live(panel(), console=console, refresh_per_second=6) as live:
+            yield show
+    else:
+        console.print(title)
+        yield print_line
+
+
+def described(step: Step) -> str:
+    """``loss 2.1000   5,000 tokens/s``."""
+    return f"loss {step.loss:.4f}   {step.speed:7,.0f} tokens/s"

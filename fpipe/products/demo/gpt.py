@@ -90,7 +90,7 @@ def stage_of_gpt(heads: int, p: Params, x: Tensor) -> Tensor:
         x = p["embed"]["token"][x] + places
     for block in p["blocks"]:
         x = x + _attention(heads, block, x)
-        x = x + _feed_forward(block, x)
+        x = x + F.gelu(_norm(x, block["norm2"]) @ block["up"]) @ block["down"]
     if "head" in p:
         x = _norm(x, p["head"]["norm"]) @ p["head"]["out"].T
     return x
@@ -101,11 +101,6 @@ def _attention(heads: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
     q, k, v = rearrange(qkv, "row t (qkv head d) -> qkv row head t d", qkv=3, head=heads)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return rearrange(mixed, "row head t d -> row t (head d)") @ p["mix"]
-
-
-def _feed_forward(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    inner = F.gelu(_norm(x, p["norm2"]) @ p["up"])
-    return inner @ p["down"]
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -105,8 +105,7 @@ def work(settings: Settings, wire: Connection) -> LastStep:
         params = apply_updates(params, updates)
         if reports:
             speed = x.numel() / (time.perf_counter() - start)
-            timeline = profiled.timeline if measured else None
-            wire.send(Step(number, last.loss, speed, timeline))
+            wire.send(Step(number, last.loss, speed, profiled.timeline if measured else None))
     if reports:
         profiled.save(settings.page)
     return last

@@ -49,8 +49,7 @@ def one_process(
             y = fn(p, y)
         weighted = loss(y, *rest) * (1.0 / count)
         losses.append(weighted.detach())
-        leaf_grads = torch.autograd.grad(weighted, leaves)
-        grads.append(tree.unflatten(structure, leaf_grads))
+        grads.append(tree.unflatten(structure, torch.autograd.grad(weighted, leaves)))
     sums = [
         _sum(of_stage, stage, schedule) for stage, of_stage in enumerate(zip(*grads, strict=True))
     ]

@@ -1,23 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Explanation``: the page, as text and as HTML."""
+"""``Explanation``: what is known of a call of a pipeline before it runs, from all of its processes;
+and the page of it, as text and as HTML.
+"""
 
 from __future__ import annotations
 
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
-from os import PathLike, fspath
-from pathlib import Path
-from typing import Any, TypeAlias
+from itertools import chain
+from os import PathLike
+from typing import Any, NamedTuple, TypeAlias
 
-from ... import Costs, Timeline
-from ...actions import number, write_bytes
+from ... import Costs, Schedule, Timeline
+from ...actions import counted, number
 from ...errors import FpipeError
-from ...tree import Tree
+from ...tree import Tree, is_tensor, leaves
 from .. import pictures
-from ..pictures.labels import percent, size_text
-from .facts import Facts, collect
+from ..pictures.labels import aligned, percent, size_text
 from .reasons import advice, idle_of
+
+
+class StageFacts(NamedTuple):
+    """A stage of a rank: its name and engine, and its parameters in numbers and bytes."""
+
+    stage: int
+    name: str
+    engine: str
+    parameters: int
+    nbytes: int
+
+
+class Edge(NamedTuple):
+    """The messages from a rank to another one, of one direction and one stage."""
+
+    rank: int
+    to: int
+    stage: int
+    direction: str
+    messages: int
+    nbytes: int  # of all of them
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What plans and parameters say; the same on all processes."""
+
+    title: str
+    schedule: Schedule
+    costs: Costs
+    measured: bool
+    devices: Mapping[int, str]
+    stages: Mapping[int, Sequence[StageFacts]]  # by rank
+    edges: Sequence[Edge]
+    peaks: Mapping[int, int]  # of the plans, in bytes
+
+
+def collect(pipe: Any, params: Sequence[Tree], plans: Any, costs: Costs | None) -> Facts:
+    """The facts of a call with these plans. Every process of the pipeline must call it."""
+    every = pipe.gather(
+        {
+            "figures": plans.figures,
+            "peaks": dict(plans.peak),
+            "devices": {rank: str(pipe.group.device(rank)) for rank in plans.peak},
+            "stages": {rank: _stages_of(pipe, rank, params) for rank in plans.peak},
+            "edges": {rank: _edges(plan) for rank, plan in plans.by_rank.items()},
+        }
+    )
+
+    def by_rank(name: str) -> Mapping[int, Any]:
+        return ChainMap(*(one[name] for one in every))
+
+    units = (part.microbatch for p in plans.by_rank.values() for a in p.row for part in a.parts)
+    number = max(units) // pipe.config.slices + 1
+    schedule = pipe.schedule(number)
+    return Facts(
+        f"{schedule.name or 'a schedule'}: {counted(pipe.stages, 'stage')} on "
+        f"{counted(schedule.ranks, 'rank')}, {counted(number, 'microbatch')}",
+        schedule,
+        _costs([one["figures"] for one in every], pipe.stages, costs),
+        costs is not None,
+        by_rank("devices"),
+        by_rank("stages"),
+        sorted(chain.from_iterable(by_rank("edges").values())),
+        by_rank("peaks"),
+    )
+
+
+def _costs(
+    figures: Sequence[Mapping[str, dict[int, float]]], stages: int, given: Costs | None
+) -> Costs:
+    """The costs that were given, or estimates; both with the bytes of the programs."""
+    by_stage: dict[str, tuple[float, ...]] = {}
+    for name in figures[0]:
+        values = ChainMap(*(one[name] for one in figures))
+        by_stage[name] = tuple(values.get(stage, 0.0) for stage in range(stages))
+    if given is None:
+        return Costs(**by_stage, unit="us")
+    return replace(given, saved=by_stage["saved"], kept=by_stage["kept"])
+
+
+def _stages_of(pipe: Any, rank: int, params: Sequence[Tree]) -> list[StageFacts]:
+    """The stages of a rank."""
+    rows = []
+    for stage in pipe.placement.stages_of(rank):
+        function = pipe.config.functions[stage]
+        tensors = [leaf for leaf in leaves(params[stage]) if is_tensor(leaf)]
+        count = sum(leaf.numel() for leaf in tensors)
+        nbytes = sum(leaf.nbytes for leaf in tensors)
+        rows.append(StageFacts(stage, function.label, str(function.engine or ""), count, nbytes))
+    return rows
+
+
+def _edges(plan: Any) -> list[Edge]:
+    """The messages that a rank sends between stages."""
+    forwards = {key for ins in plan.keyed if ins.kind == "F" for key in ins.writes}
+    messages: Counter[tuple[int, int, str]] = Counter()
+    total: Counter[tuple[int, int, str]] = Counter()
+    for ins in plan.keyed:
+        if ins.kind != "SEND":
+            continue
+        source = getattr(ins.reads[0][0], "stage", -1)
+        direction = "forward" if ins.reads[0] in forwards else "backward"
+        edge = (ins.op.peer, source, direction)
+        messages[edge] += 1
+        total[edge] += sum(spec.bytes for spec in ins.op.specs)
+    return [Edge(plan.rank, *edge, messages[edge], total[edge]) for edge in messages]
+
 
 COLUMNS = 48  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
@@ -43,7 +154,7 @@ def explain(
             f"costs={costs!r:.100}; give fpipe.Costs, such as those of fpipe.measure_costs(pipe, "
             "params, x), or leave it out for estimates"
         )
-    facts = collect(pipe, params, x, targets, side, costs)
+    facts = collect(pipe, params, pipe.plan(params, x, *targets, **side), costs)
     ranked = advice(facts.schedule, facts.costs, pipe.schedule)
     return Explanation(facts, tuple(text for _, text in ranked))
 
@@ -61,7 +172,7 @@ class Explanation:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        return self.facts.timeline
+        return self.facts.schedule.simulate(self.facts.costs)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the page as ``.html``, or as ``.txt``.
@@ -69,23 +180,12 @@ class Explanation:
         Raises:
             FpipeError: the suffix is another one, or the file cannot be written.
         """
-        writers = {".html": self._html, ".txt": self.__str__}
-        suffix = Path(fspath(path)).suffix.lower()
-        if suffix not in writers:
-            raise FpipeError(
-                f"no explanation is written as {suffix!r} ({fspath(path)}); use .html or .txt"
-            )
-        try:
-            write_bytes(path, writers[suffix]().encode())
-        except OSError as error:
-            raise FpipeError(
-                f"cannot write {fspath(path)!r}: {error.strerror}; give a path that can be written"
-            ) from error
+        pictures.write("explanation", path, {".html": self._html, ".txt": self.__str__})
 
     def __str__(self) -> str:
         parts = [self.facts.title, self._about, ""]
         for title, (head, rows) in self._tables.items():
-            parts += [title, *_aligned([head, *rows]), ""]
+            parts += [title, *aligned([head, *rows]), ""]
         return "\n".join([*parts, "What to change first", *self._advice])
 
     __repr__ = __str__
@@ -138,10 +238,10 @@ class Explanation:
         }
 
     def _where(self) -> Iterator[Sequence[object]]:
-        costs = self.facts.costs
+        costs = self.facts.costs.times(self.facts.schedule.stages)
         for rank, stages in sorted(self.facts.stages.items()):
             for one in stages:
-                times = [number(_of(getattr(costs, op), one.stage)) for op in "FIW"]
+                times = [number(costs[op][one.stage]) for op in "FIW"]
                 held = f"{one.parameters:,} ({size_text(one.nbytes)})"
                 name = f"{one.stage} {one.name}"
                 yield (rank, self.facts.devices[rank], name, one.engine, held, *times)
@@ -164,11 +264,6 @@ class Explanation:
             yield rank, total, shown or "-"
 
 
-def _of(value: Any, stage: int) -> float:
-    """A cost of a stage."""
-    return float(value[stage] if isinstance(value, Sequence) else value)
-
-
 def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str:
     """What a rank holds at equal times: a character for each, from blank to @, which is the most of
     all ranks.
@@ -186,13 +281,3 @@ def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str
             time, then = next(points)
         marks += _LEVELS[round((len(_LEVELS) - 1) * high / most)] if most else " "
     return f"[{marks}]"
-
-
-def _aligned(rows: Sequence[Sequence[object]]) -> list[str]:
-    """The lines of a table, each column as wide as its widest cell."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]

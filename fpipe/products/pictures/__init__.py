@@ -15,6 +15,7 @@ from .output import (
     save,
     table,
     titled,
+    write,
 )
 from .scene import Look
 
@@ -29,4 +30,5 @@ __all__ = [
     "save",
     "table",
     "titled",
+    "write",
 ]

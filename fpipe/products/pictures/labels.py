@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import floor, log10
 from typing import TypeAlias
 
@@ -39,6 +39,19 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.{int(unit != 'B')}f} {unit}"
 
 
+def aligned(
+    rows: Iterable[Iterable[object]], pad: Callable[[str, int], str] = str.ljust
+) -> list[str]:
+    """The lines of a table, each column as wide as its widest cell.
+
+    >>> aligned([["x", "double"], [20, 40]], str.rjust)
+    [' x  double', '20      40']
+    """
+    cells = [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in cells]
+
+
 def time(value: float, scene: Scene) -> str:
     """A number with the unit of time, if the scene has one."""
     return f"{number(value)} {scene.timeline.unit}".rstrip()
@@ -46,15 +59,9 @@ def time(value: float, scene: Scene) -> str:
 
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
-    if scene.against:
-        other = f" against {scene.against.name}"
-    else:
-        other = ""
+    other = f" against {scene.against.name}" if scene.against else ""
     count = scene.timeline.slices
-    if count > 1:
-        slices = f" of {counted(count, 'slice')}"
-    else:
-        slices = ""
+    slices = f" of {counted(count, 'slice')}" if count > 1 else ""
     ranks = counted(len(scene.lanes), "rank")
     microbatches = counted(scene.microbatches, "microbatch")
     return f"{scene.name}{other}: {ranks}, {microbatches}{slices}"
@@ -109,10 +116,7 @@ def units(scene: Scene) -> str:
     """
     parts = [[part for bar in lane.bars for part in bar.action.parts] for lane in scene.lanes]
     count = max(len({part.stage for part in row}) for row in parts)
-    if count == 1:
-        stages = "the stage"
-    else:
-        stages = f"each of the {count} stages"
+    stages = "the stage" if count == 1 else f"each of the {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
         if isinstance(bar.action, Action):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import import_module
 from os import PathLike, fspath
@@ -95,16 +95,27 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
     fpipe.errors.FpipeError: no picture is written as '.gif' (picture.gif); use .svg, .png, .pdf,
     .html, .json or .txt
     """
+    shown = look or Look()
+    writers = {
+        suffix: lambda paint=paint: paint(scenes(timeline, shown.difference), shown)
+        for suffix, paint in _PAINTERS.items()
+    }
+    write("picture", path, writers)
+
+
+def write(
+    what: str, path: str | PathLike[str], writers: Mapping[str, Callable[[], str | bytes]]
+) -> None:
+    """Write a file in the format of its suffix."""
     suffix = Path(fspath(path)).suffix.lower()
-    if suffix not in FORMATS:
-        *most, last = FORMATS
+    if suffix not in writers:
+        *most, last = writers
         raise FpipeError(
-            f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
+            f"no {what} is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
         )
-    look = look or Look()
-    picture = _PAINTERS[suffix](scenes(timeline, look.difference), look)
+    content = writers[suffix]()
     try:
-        write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
+        write_bytes(path, content if isinstance(content, bytes) else content.encode())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or error
         raise FpipeError(
@@ -174,9 +185,6 @@ def titled(text: str) -> str:
 def folded(summary: str, text: str) -> str:
     """Text in fixed width below a line that opens it; of a long one the beginning."""
     lines = text.splitlines()
-    if len(lines) > MOST_LINES:
-        more = f"\n... and {len(lines) - MOST_LINES} more lines"
-    else:
-        more = ""
+    more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
     return f"<details><summary>{escape(summary)}</summary><pre>{shown}</pre></details>"

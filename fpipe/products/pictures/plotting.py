@@ -72,8 +72,7 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     if style == "paper":
         width = min(width, PAPER_WIDTH)
     pitch = frame(scenes, look, width, lane).pitch
-    ranks = sum(len(scene.lanes) for scene in scenes)
-    height = ranks * pitch + (len(scenes) - 1) * HEADING
+    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * HEADING
     wide = width + MARGIN
     high = height + 2 * HEADING
     figure.set_size_inches(wide / 96, high / 96)
@@ -98,8 +97,7 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     pixel = axes.figure.dpi / 96
     width = window.width / pixel
     height = window.height / pixel
-    ranks = sum(len(scene.lanes) for scene in scenes)
-    pitch = (height - (len(scenes) - 1) * HEADING) / ranks
+    pitch = (height - (len(scenes) - 1) * HEADING) / sum(len(scene.lanes) for scene in scenes)
     curve = CURVE if has_curves(scenes, look) else 0.0
     f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS)
     colours = palette(max(scene.shades for scene in scenes), style == "dark")
@@ -108,8 +106,7 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     for scene in scenes:
         lines = [*wrapped(labels.title(scene), 13, width)]
         lines += wrapped(labels.figures(scene), 13, width) if style != "paper" else []
-        heading = "\n".join(lines)
-        axes.text(0, y - 8 / f.pitch, heading, color=colours["ink"], fontsize=9)
+        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=9)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
         _draw(axes, scene, y, f, colours)
@@ -206,8 +203,7 @@ def _legend(
     handles: list[tuple[Patch, ...]] = []
     texts: list[str] = []
     for keys, text in entries:
-        swatches = tuple(Patch(color=colours[key]) for key in keys)
-        handles.append(swatches or (Patch(alpha=0),))
+        handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
         texts.append(text)
     axes.legend(
         handles,

@@ -172,10 +172,7 @@ def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
     Short times in seconds become milliseconds or microseconds. With ``difference``, all but the
     first are compared with that.
     """
-    if isinstance(timelines, Timeline):
-        drawn = [timelines]
-    else:
-        drawn = timelines
+    drawn = [timelines] if isinstance(timelines, Timeline) else timelines
     if not drawn:
         raise FpipeError("there is no timeline to draw; give at least one")
     unit, *others = sorted({timeline.unit for timeline in drawn})
@@ -199,8 +196,7 @@ def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
         return tuple(array("d", [(t - timeline.start) * scale for t in row]) for row in rows)
 
     starts = times(timeline.starts)
-    ends = times(timeline.ends)
-    return replace(timeline, starts=starts, ends=ends, unit=unit)
+    return replace(timeline, starts=starts, ends=times(timeline.ends), unit=unit)
 
 
 def _scene(timeline: Timeline) -> Scene:
@@ -212,10 +208,7 @@ def _scene(timeline: Timeline) -> Scene:
             kinds = tuple(f"{part.op}{shades[rank][part.stage]}" for part in action.parts)
             wait = timeline.waited_for(rank, position)
             bars.append(Bar(action, start, end, kinds, wait, colours=kinds))
-        if timeline.span:
-            busy = timeline.busy[rank] / timeline.span
-        else:
-            busy = 1.0
+        busy = timeline.busy[rank] / timeline.span if timeline.span else 1.0
         curve = without_dips(timeline.curve(rank))
         peak = max((held for _, held in curve), default=0.0)
         short = 1e-9 * timeline.total
@@ -237,10 +230,11 @@ def without_dips(curve: Points) -> Points:
     """A curve without dips of no length, where one action frees memory at the moment at which the
     next one takes it.
     """
-    points: list[tuple[float, float]] = []
-    for (time, held), (next_time, next_held) in pairwise(curve):
-        if time < next_time or held > next_held:
-            points.append((time, held))
+    points = [
+        (time, held)
+        for (time, held), (next_time, next_held) in pairwise(curve)
+        if time < next_time or held > next_held
+    ]
     return [*points, *curve[-1:]]
 
 
@@ -259,8 +253,7 @@ def _gaps(timeline: Timeline, bars: Sequence[Bar]) -> Iterator[Gap]:
             cause = "imbalance" if bar.wait else "other"
         sent = bar.start
         if free and bar.wait:
-            ended = timeline.ends[bar.wait.rank][bar.wait.position]
-            sent = min(max(ended, free), bar.start)
+            sent = min(max(timeline.ends[bar.wait.rank][bar.wait.position], free), bar.start)
         yield Gap(free, sent, cause)
         yield Gap(sent, bar.start, "message")
         free = max(free, bar.end)

@@ -114,10 +114,7 @@ def frame(
     else:
         detail = 0
         size = 0.0
-    if has_curves(scenes, look):
-        curve = round(CURVE * lane)
-    else:
-        curve = 0
+    curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     return Frame(scale, lane, curve, detail, size, letters, hints)
 
 
@@ -143,14 +140,9 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
         if f.curve and lane.curve and scene.peak > 0:
             foot = y + f.lane + f.curve
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
-            if dense:
-                curve = envelope(lane.curve, 2 / f.scale)
-            else:
-                curve = lane.curve
+            curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
             tops = [(time, foot - height * max(held, 0)) for time, held in curve]
-            start = tops[0][0]
-            end = lane.bars[-1].end
-            yield Path([(start, foot), *tops, (end, foot)], "curve")
+            yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
 
 
 def envelope(curve: Points, length: float) -> Points:
@@ -189,9 +181,9 @@ def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
     length = piece(scene, f.scale)
     count = ceil(scene.total / length - 1e-9)
     edges = [min(k * length, scene.total) for k in range(count + 1)]
-    work: list[Interval] = []
-    for start, end, key in busy(lane):  # shades are not told apart
-        work.append((start, end, f"{key[0]}0" if key[0] in OPS else key))
+    work = [  # shades are not told apart
+        (start, end, f"{key[0]}0" if key[0] in OPS else key) for start, end, key in busy(lane)
+    ]
     parts = shares([*work, *lane.gaps], edges)
     heights = [0.0] * len(parts)
     areas: list[Path] = []
@@ -200,8 +192,7 @@ def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
             grown = zip(heights, parts, strict=True)
             heights = [min(height + part.get(colour, 0.0), 1.0) for height, part in grown]
             tops = [foot - round(height * f.lane / FINEST) * FINEST for height in heights]
-            steps = zip(edges, [*tops, foot], strict=True)
-            areas.append(Path([(0.0, foot), *steps], colour))
+            areas.append(Path([(0.0, foot), *zip(edges, [*tops, foot], strict=True)], colour))
     return reversed(areas)
 
 

@@ -51,10 +51,7 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     size = f'width="{sheet.right:g}" height="{height:g}"'
     body = "\n".join([f'<rect class="paper" {size} rx="8"/>', *elements, "</svg>", ""])
     number = "fp" + sha256(f"{look.dark}{body}".encode()).hexdigest()[:12]
-    if inline:
-        place = f'id="{number}"'
-    else:
-        place = 'style="max-width:100%;height:auto"'
+    place = f'id="{number}"' if inline else 'style="max-width:100%;height:auto"'
     shades = max(scene.shades for scene in scenes)
     scope = f"#{number} " if inline else ""
     style = "".join(_style(body, shades, look.dark, scope))
@@ -109,10 +106,7 @@ def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
     height = len(scene.lanes) * f.pitch - GAP + 10
     for tick in range(int(end / step + 1e-9) + 1):
         x = sheet.x(tick * step)
-        if tick:
-            label = labels.number(tick * step)
-        else:
-            label = labels.time(0, scene)
+        label = labels.number(tick * step) if tick else labels.time(0, scene)
         yield rect(x - 0.5, y - 5, 1, height, "line")
         yield text(x, y - 9, label, 10.5, "faint m")
     for rank, lane in enumerate(scene.lanes):
@@ -210,10 +204,8 @@ def _style(body: str, shades: int, dark: bool | None, scope: str) -> Iterator[st
     def rules(dark: bool) -> Iterator[str]:
         colours = palette(shades, dark)
         for kind in used:
-            if kind in colours:
-                yield f"{scope}.{kind}{{fill:{colours[kind]}}}"
-            else:
-                yield f"{scope}.{kind}{{fill:{ink(colours[kind[:-1]])}}}"
+            fill = colours[kind] if kind in colours else ink(colours[kind[:-1]])
+            yield f"{scope}.{kind}{{fill:{fill}}}"
         line = f"fill-opacity:.3;stroke:{colours['curve']};stroke-width:.8"
         yield f"{scope}path.curve{{{line}}}"
 

@@ -65,10 +65,7 @@ def paint(scenes: Scenes, width: int = 160, colours: str = "") -> str:
             elif len(scenes) > 1:
                 lines.append(_cells(scene.name[:width]))
             for rank, row in enumerate(lanes):
-                if layout.margin > 6:
-                    label = f"rank {rank}"
-                else:
-                    label = str(rank)
+                label = f"rank {rank}" if layout.margin > 6 else str(rank)
                 lines.append(_cells(label.ljust(layout.margin)) + row[first:stop])
     lines.append([])
     for scene in scenes:
@@ -101,10 +98,7 @@ def _layout(scenes: Scenes, width: int, colours: str) -> _Layout:
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
         if panels <= 1:  # whole columns per cell where they fill most of the width
-            if cells:
-                wide = min(columns / cells, WIDEST_CELL)
-            else:
-                wide = WIDEST_CELL
+            wide = min(columns / cells, WIDEST_CELL) if cells else WIDEST_CELL
             wide = floor(wide + 1e-9) if wide >= 2 else wide
             return _Layout(colours, margin, detail, wide / cell, columns, 1)
         if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:

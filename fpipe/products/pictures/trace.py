@@ -21,11 +21,8 @@ _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 
 def paint(scenes: Scenes, look: Look) -> str:
     """The file's text."""
-    events: list[Event] = []
-    for k, scene in enumerate(scenes):
-        events += _events(k, scene)
-    trace = {"displayTimeUnit": "ms", "traceEvents": events}
-    return json.dumps(trace, separators=(",", ":"))
+    events = [event for pid, scene in enumerate(scenes) for event in _events(pid, scene)]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
 def _events(pid: int, scene: Scene) -> Iterator[Event]:

@@ -23,7 +23,10 @@ from .problem import ALMOST, Problem, Rows
 
 
 def anneal(
-    problem: Problem, rows: Rows, random: Random, share: Callable[[], float]
+    problem: Problem,
+    rows: Rows,
+    random: Random,
+    share: Callable[[], float],
 ) -> Iterator[Filled]:
     """Simulated annealing until ``share()``, the share of the time that has passed, is 1; yields
     what is better than all before.
@@ -66,7 +69,11 @@ def first_ends(problem: Problem, rows: Rows) -> list[float] | None:
 
 
 def ends(
-    problem: Problem, rows: Rows, before: Rows, old: Sequence[float], since: float
+    problem: Problem,
+    rows: Rows,
+    before: Rows,
+    old: Sequence[float],
+    since: float,
 ) -> list[float] | None:
     """When each action ends; None where the rows block each other. What ended in the rows
     ``before`` earlier than ``since`` does so now; ``old`` are all their ends.
@@ -124,7 +131,10 @@ def moved(row: Sequence[int], first: int, last: int, random: Random) -> list[int
 
 
 def _blocks(
-    problem: Problem, rows: Rows, end: Sequence[float], windows: Sequence[float]
+    problem: Problem,
+    rows: Rows,
+    end: Sequence[float],
+    windows: Sequence[float],
 ) -> list[tuple[int, int, int]]:
     """(rank, first position, last position) of actions on a critical path that follow each other
     without a wait.

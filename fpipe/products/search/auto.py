@@ -5,28 +5,175 @@ each number of microbatches.
 Where costs are given, all placements are candidates, and the choice is that of rank 0 when the
 pipeline is built. Else the placement is the one that is best for equal stages, and the first call
 that needs gradients estimates the costs from the programs of all stages. Rank 0 searches, and the
-others get what it chose.
+others get what it chose: the solver's schedule, or the best of those with a name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from ... import Costs, Placement, Schedule, make_schedule
-from ...actions import as_costs
+from ... import Costs, Placement, Schedule, make_schedule, schedule_names
+from ...actions import as_costs, number, plain
 from ...collectives import Group
 from ...errors import ScheduleError, StageError
-from .choose import Choice, choose
-from .memory_limit import in_bytes
+from .bounds import Bound
+from .memory_limit import Memory, in_bytes, is_within, limits
+from .solve import Kind, Solved, solve
+
+#: Forwards up to which all named schedules are simulated.
+MOST = 20_000
+
+
+class Candidate(NamedTuple):
+    """A schedule with its figures under the costs."""
+
+    name: str
+    schedule: Schedule
+    span: float
+    bubble: float
+    memory: float  #: the most that a rank holds
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidates, those that fit first, the shortest span first; the first is chosen."""
+
+    candidates: tuple[Candidate, ...]
+    bound: Bound
+    unit: str = ""
+
+    @property
+    def best(self) -> Candidate:
+        """The one to take."""
+        return self.candidates[0]
+
+    def __str__(self) -> str:
+        best = self.best
+        unit = self.unit and f" {self.unit}"
+        proof = f"no schedule is shorter than {number(self.bound)}{unit} ({self.bound.reason})"
+        figures = (
+            f"span {number(best.span)}{unit}, bubble {best.bubble:.2%}, holds {number(best.memory)}"
+        )
+        wide = max(len(each.name) for each in self.candidates)
+        lines = [f"{'schedule':<{wide}}  {'span':>10}  {'bubble':>7}  {'memory':>10}"]
+        for each in self.candidates:
+            row = f"{number(each.span):>10}  {each.bubble:>7.2%}  {number(each.memory):>10}"
+            lines.append(f"{each.name:<{wide}}  {row}" + ("" if each.fits else "  does not fit"))
+        return "\n".join([f"{best.name}: {figures}; {proof}", "", *lines])
+
+
+def choose(
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    stages: int,
+    memory: Memory = None,
+    *,
+    placement: Placement | None = None,
+    time_limit: float = 2.0,
+    replicate: bool = False,
+) -> Choice:
+    """The solver's schedule beside all named ones for these counts; ``placement`` leaves out those
+    that differ from it. With ``replicate`` stages may be on several ranks; later calls keep the
+    number of ranks of each stage.
+
+    >>> print(choose(Costs(), 3, 9, 6, memory=6).best.name)
+    ZBVZeroBubble
+    """
+    limit = limits(memory, ranks)
+    schedules: list[tuple[str, Schedule]] = []
+    bounds: list[Bound] = []
+    for kind in _kinds(placement, ranks, stages, replicate):
+        try:
+            solved = solve(
+                costs,
+                ranks,
+                microbatches,
+                kind,
+                stages=stages,
+                memory=memory,
+                time_limit=time_limit,
+                progress=False,
+            )
+        except ScheduleError:
+            if not replicate or (kind == "replicated" and not schedules):
+                raise
+            continue
+        bounds.append(solved.bound)
+        if kind == "replicated":
+            if placement is None or repr(placement) == repr(solved.placement):
+                schedules.append(("Replicated", solved))
+        else:
+            schedules += [*_named(solved, placement), ("Solved", solved)]
+    candidates: list[Candidate] = []
+    for name, schedule in schedules:
+        t = schedule.simulate(costs)
+        bubble = max(t.bubble, 0.0)
+        fits = is_within(limit, t)
+        candidates.append(Candidate(name, schedule, t.span, bubble, max(t.peak_bytes), fits))
+    ranked = sorted(candidates, key=_order)
+    bound = min(bounds)
+    bound = Bound(min(ranked[0].span, bound), bound.reason)
+    return Choice(tuple(ranked), bound, costs.unit)
+
+
+def _order(one: Candidate) -> tuple[bool, float, bool, bool]:
+    return not one.fits, round(one.span, 9), descends(one.schedule), one.name == "Solved"
+
+
+def _kinds(
+    placement: Placement | None,
+    ranks: int,
+    stages: int,
+    replicate: bool,
+) -> Iterator[Kind | Placement]:
+    """The placements that are solved."""
+    several = placement is not None and placement.replicated
+    if not several and not (replicate and stages % ranks):
+        yield placement or "any"
+    if several or (replicate and placement is None):
+        yield "replicated"
+
+
+def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:
+    """The named schedules for the same counts, without those that hold parameters twice, which
+    costs do not count.
+    """
+    ranks = solved.ranks
+    microbatches = solved.microbatches
+    stages = solved.stages
+    for name in schedule_names() if stages * microbatches <= MOST else ():
+        try:
+            schedule = make_schedule(name, ranks, microbatches, stages).check()
+        except ScheduleError:  # it needs other counts, or has no backwards
+            continue
+        fits = placement is None or repr(schedule.placement) == repr(placement)
+        if fits and not schedule.placement.replicated:
+            yield name, schedule
+
+
+def descends(schedule: Schedule) -> bool:
+    """Whether a stage adds the gradients of its microbatches in another order than the ascending
+    one.
+    """
+    for row in schedule.rows:
+        last: dict[int, int] = {}
+        for part in plain(row):
+            if part.op in "BW":
+                if last.get(part.stage, -1) > part.microbatch:
+                    return True
+                last[part.stage] = part.microbatch
+    return False
+
 
 #: op or figure -> stage -> its value
 Figures = Mapping[str, Mapping[int, float]]
 SECONDS = 2.0  #: of a search
 TRIES = 4  #: choices whose plans are checked against the memory
-T = TypeVar("T")
 
 
 class Plans(Protocol):
@@ -118,7 +265,11 @@ class Auto:
         return self.chosen[microbatches][0]
 
     def _agreed(
-        self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0
+        self,
+        microbatches: int,
+        costs: Costs,
+        placement: Placement | None,
+        used: float = 0.0,
     ) -> tuple[Schedule, str]:
         """What rank 0 chooses for these costs, and why; ``used`` is the memory that is not for
         activations. Collective.
@@ -126,43 +277,31 @@ class Auto:
         answer: tuple[str, str, str] | str = ""
         if 0 in self.group.here:
             try:
-                choice = self._choice(microbatches, costs, placement, used)
+                limit = None if self.memory is None else self.memory - used
+                if limit is not None and limit <= 0:
+                    raise ScheduleError(
+                        f"memory={self.memory:g} does not hold parameters, gradients and "
+                        f"messages, {used:g} bytes; give more memory, more ranks or copies(zero=)"
+                    )
+                choice = choose(
+                    costs,
+                    self.group.size,
+                    microbatches,
+                    self.stages,
+                    limit,
+                    placement=placement,
+                    time_limit=SECONDS,
+                    replicate=self.replicate,
+                )
                 best = choice.best
                 answer = (best.schedule.name or best.name, str(best.schedule), str(choice))
             except ScheduleError as error:
                 answer = str(error)
-        first = next(filter(None, self._gathered(answer)))
+        first = next(filter(None, self.group.gather_objects(answer)))
         if isinstance(first, str):
             raise ScheduleError(first, rule="memory")
         name, rows, why = first
         return Schedule.parse(rows, name=name), why
-
-    def _choice(
-        self, microbatches: int, costs: Costs, placement: Placement | None, used: float
-    ) -> Choice:
-        """What this rank chooses."""
-        if self.memory is None:
-            limit = None
-        else:
-            limit = self.memory - used
-        if limit is not None and limit <= 0:
-            raise ScheduleError(
-                f"memory={self.memory:g} does not hold parameters, gradients and messages, "
-                f"{used:g} bytes; give more memory, more ranks or copies(zero=)",
-                rule="memory",
-            )
-        ranks = self.group.size
-        stages = self.stages
-        return choose(
-            costs,
-            ranks,
-            microbatches,
-            stages,
-            limit,
-            placement=placement,
-            time_limit=SECONDS,
-            replicate=self.replicate,
-        )
 
     def estimated(
         self,
@@ -184,7 +323,7 @@ class Auto:
             for name, values in plans.figures.items()
         }
         figures: dict[str, dict[int, float]] = {}
-        for part in self._gathered(own):
+        for part in self.group.gather_objects(own):
             for name, values in part.items():
                 figures.setdefault(name, {}).update(values)
         costs = costs_of(figures, self.stages, latency)
@@ -209,13 +348,11 @@ class Auto:
 
     def _peaks(self, plans: Plans) -> dict[int, int]:
         """The peaks of memory of all ranks."""
-        return {rank: peak for part in self._gathered(plans.peak) for rank, peak in part.items()}
-
-    def _gathered(self, here: T) -> list[T]:
-        alone = len(self.group.here) == self.group.size
-        if alone:
-            return [here]
-        return self.group.gather_objects(here)
+        return {
+            rank: peak
+            for part in self.group.gather_objects(plans.peak)
+            for rank, peak in part.items()
+        }
 
 
 def costs_of(figures: Figures, stages: int, latency: float) -> Costs:

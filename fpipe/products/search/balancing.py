@@ -144,13 +144,10 @@ def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     sums = [0.0, *accumulate(costs)]
     largest, _ = _best_cut(sums, parts, max)
     bound = largest * (1 + 1e-12)
-
-    def add_square(total: float, cost: float) -> float:
-        if cost <= bound:
-            return total + cost * cost
-        return inf
-
-    return _best_cut(sums, parts, add_square)[1]
+    _, starts = _best_cut(
+        sums, parts, lambda total, cost: total + cost * cost if cost <= bound else inf
+    )
+    return starts
 
 
 def _best_cut(sums: Sequence[float], parts: int, add: Callable[[float, float], float]) -> _Cut:
@@ -191,10 +188,7 @@ def _items(costs: object) -> tuple[tuple[Any, ...], tuple[float, ...]]:
         raise StageError(
             f"costs={costs!r}; give a list of numbers or modules, or a mapping from names to them"
         )
-    if isinstance(costs, Mapping):
-        named = costs
-    else:
-        named = dict(enumerate(costs))
+    named = costs if isinstance(costs, Mapping) else dict(enumerate(costs))
     items = {name: _cost(name, item) for name, item in named.items()}
     if not any(items.values()):
         raise StageError(
@@ -205,13 +199,9 @@ def _items(costs: object) -> tuple[tuple[Any, ...], tuple[float, ...]]:
 
 def _cost(name: object, item: object) -> float:
     cost = estimate(item) if hasattr(item, "modules") else item
-    if isinstance(cost, (int, float)) and not isinstance(cost, bool):
-        number = cost
-    else:
-        number = -1
-    if not 0 <= number < inf:
+    if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < inf:
         raise StageError(f"the cost of {name!r} is {cost!r}; costs are finite numbers, 0 or more")
-    return float(number)
+    return float(cost)
 
 
 def _sums(items: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:

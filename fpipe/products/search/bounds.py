@@ -135,10 +135,7 @@ def _ends(p: Problem, least: _Least, rank: int) -> _Ends:
     first = stages[0]
     last = stages[-1]
     work = sum(p.load) * sum(least.every[s] for s in stages)
-    if min(p.size) > 0:
-        room = p.limit[rank] / min(p.size)
-    else:
-        room = inf
+    room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
 
     def most(items: list[tuple[float, float]]) -> float:
         return max(p.load) * _knapsack(items, p.microbatches, room)

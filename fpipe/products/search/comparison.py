@@ -67,10 +67,7 @@ def compare(
     costs = as_costs(costs)
     with uncollected():
         for name in track(schedule_names() if names is None else names):
-            if slices > 1 and orders_slices(name):
-                cut = slices
-            else:
-                cut = 1
+            cut = slices if slices > 1 and orders_slices(name) else 1
             try:
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
             except ScheduleError as error:
@@ -105,17 +102,14 @@ def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:
     return min(fitting, key=lambda e: (round(e.span, 9), e.weights, e.memory), default=None)
 
 
-def points(entries: Sequence[Entry]) -> list[tuple[str, float, float, bool]]:
+def points(entries: Sequence[Entry]) -> Iterator[tuple[str, float, float, bool]]:
     """Bubble against memory: for each schedule its name, its memory, its bubble, and whether no
     other one has less of one and not more of the other.
     """
     places = [(round(entry.memory, 9), round(entry.bubble, 9)) for entry in entries]
-    result = list[tuple[str, float, float, bool]]()
     for entry, (memory, bubble) in zip(entries, places, strict=True):
         others = [place for place in places if place != (memory, bubble)]
-        is_best = not any(m <= memory and b <= bubble for m, b in others)
-        result.append((entry.name, memory, bubble, is_best))
-    return result
+        yield entry.name, memory, bubble, not any(m <= memory and b <= bubble for m, b in others)
 
 
 # ---- as text ----
@@ -128,15 +122,11 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
     ZB2P                4   0.00%      27     24        8        1x         48*
     """
-    if max(entry.memory for entry in entries) >= 4096:
-        memory = _bytes
-    else:
-        memory = number
     columns: dict[str, Callable[[float], str]] = {
         "bubble": lambda share: f"{100 * share:.2f}%",
         "total": number,
         "span": number,
-        "memory": memory,
+        "memory": _bytes if max(entry.memory for entry in entries) >= 4096 else number,
         "weights": lambda copies: f"{copies:g}x",
         "messages": str,
     }
@@ -151,7 +141,10 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
 
 
 def _column(
-    entries: Sequence[Entry], field: str, show: Callable[[float], str], best: Callable[[str], str]
+    entries: Sequence[Entry],
+    field: str,
+    show: Callable[[float], str],
+    best: Callable[[str], str],
 ) -> list[str]:
     """The head and the cells of a column, of one width."""
     texts = [show(getattr(entry, field)) for entry in entries]

@@ -9,7 +9,9 @@ from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
+from ... import Timeline
 from ...errors import ScheduleError
+from .problem import ALMOST
 
 Memory: TypeAlias = float | str | Sequence[float | str] | None
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -37,6 +39,12 @@ def in_bytes(memory: float | str) -> float:
             rule="memory",
         )
     return value
+
+
+def is_within(limit: Sequence[float], timeline: Timeline) -> bool:
+    """Whether no rank holds more than its limit."""
+    held = zip(timeline.peak_bytes, limit, strict=True)
+    return all(peak <= most * ALMOST for peak, most in held)
 
 
 def limits(memory: Memory, ranks: int) -> tuple[float, ...]:

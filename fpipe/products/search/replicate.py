@@ -16,17 +16,20 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from ... import Costs, Schedule
 from ...errors import ScheduleError
 from ...generators import with_replicas
 from .bounds import Bound
-from .memory_limit import Memory, limits
+from .memory_limit import Memory, is_within, limits
 from .problem import ALMOST
 
 #: The schedules that are tried.
 NAMES = ("1F1B", "ZB1P", "Eager1F1B", "ZB2P")
+#: By number of ranks: how many stages they hold, and the groups from stage i to j.
+_Groups: TypeAlias = dict[int, tuple[int, tuple[tuple[int, int], ...]]]
 
 
 class Partition(NamedTuple):
@@ -65,12 +68,11 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
         }
     )
 
-    def enough(load: float) -> bool:
-        return bool(_groups(sums, ranks, microbatches, load * ALMOST))
+    def within(load: float) -> _Groups:
+        return _groups(sums, ranks, microbatches, load * ALMOST)
 
-    load = loads[bisect_left(loads, True, key=enough)]
-    found = _groups(sums, ranks, microbatches, load * ALMOST)
-    _, cuts = min(found.values())
+    load = loads[bisect_left(loads, True, key=lambda load: bool(within(load)))]
+    _, cuts = min(within(load).values())
     copies = [_ranks(sums[j] - sums[i], microbatches, load * ALMOST) for i, j in cuts]
     return _spread(list(cuts), copies, ranks, sums, microbatches)
 
@@ -83,15 +85,13 @@ def _ranks(work: float, microbatches: int, load: float) -> int:
     return ceil(microbatches / share) if share else 1 << 62
 
 
-def _groups(
-    sums: Sequence[float], ranks: int, microbatches: int, load: float
-) -> dict[int, tuple[int, tuple[tuple[int, int], ...]]]:
+def _groups(sums: Sequence[float], ranks: int, microbatches: int, load: float) -> _Groups:
     """By number of ranks within a load, up to ``ranks``: the fewest stages that ranks hold, each
     counted as often as it is held, and the groups from stage i to j.
     """
-    best: list[dict[int, tuple[int, tuple[tuple[int, int], ...]]]] = [{0: (0, ())}]
+    best: list[_Groups] = [{0: (0, ())}]
     for j in range(1, len(sums)):
-        here: dict[int, tuple[int, tuple[tuple[int, int], ...]]] = {}
+        here: _Groups = {}
         for i, before in enumerate(best):
             k = _ranks(sums[j] - sums[i], microbatches, load)
             for used, (held, cuts) in before.items():
@@ -125,23 +125,26 @@ def _spread(
 
 
 def solve_replicated(
-    costs: Costs, ranks: int, microbatches: int, stages: int | None, memory: Memory
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    stages: int | None,
+    memory: Memory,
 ) -> tuple[Schedule, Bound]:
     """The named schedule of the least span on the best partition that fits the memory, and the load
     of its busiest rank as a bound on the span of any partition.
     """
-    count = stages or next(iter(costs.counts), ranks)
-    times = costs.times(count)
+    times = costs.times(stages or next(iter(costs.counts), ranks))
     work = [f + min(b, i + w) for f, b, i, w in zip(*(times[op] for op in "FBIW"), strict=True)]
     found = partition(work, ranks, microbatches)
     passes = [sum(work[s] for s in group) / 3 for group in found.groups]
     limit = limits(memory, ranks)
-    fitting: list[tuple[float, int, Schedule]] = []
-    for number, name in enumerate(NAMES):
+    fitting: list[tuple[float, Schedule]] = []
+    for name in NAMES:
         schedule = with_replicas(name, found.groups, found.copies, microbatches, passes)
         line = schedule.simulate(costs)
-        if all(held <= most * ALMOST for held, most in zip(line.peak_bytes, limit, strict=True)):
-            fitting.append((line.span, number, schedule))
+        if is_within(limit, line):
+            fitting.append((line.span, schedule))
     if not fitting:
         raise ScheduleError(
             f"no schedule of {len(found.groups)} groups of stages on {found.copies} ranks fits "
@@ -151,4 +154,4 @@ def solve_replicated(
     pairs = zip(found.groups, found.copies, strict=True)
     parts = ", ".join(f"{g[0]} to {g[-1]} on {k}" for g, k in pairs)
     reason = f"the busiest rank of the best partition: stages {parts} ranks"
-    return min(fitting)[2], Bound(found.load, reason)
+    return min(fitting, key=itemgetter(0))[1], Bound(found.load, reason)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for one or several placements: starts, and annealing of the best rows for the rest of
-the time.
+the time. Of what is found, variants are tried with whole backwards, and with fused forwards and
+backwards, where these cost less.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from itertools import count
 from math import inf
 from random import Random
 
-from ... import Costs, Schedule
+from ... import Action, Costs, Fused, Schedule
+from ...actions import AnyAction, Row, plain
 from ...errors import ScheduleError
 from .annealing import anneal
 from .bounds import Bound
 from .fill import Filled
-from .fused import variants
+from .memory_limit import is_within
 from .problem import ALMOST, Problem
 from .starts import starts
 
@@ -98,7 +100,10 @@ def _variants(problem: Problem, costs: Costs) -> Iterator[Problem]:
 
 
 def _schedules(
-    problem: Problem, filled: Filled, costs: Costs, plain: bool = True
+    problem: Problem,
+    filled: Filled,
+    costs: Costs,
+    plain: bool = True,
 ) -> Iterator[tuple[float, Schedule]]:
     """A solution as a schedule, where that is wanted, and with whole and fused backwards; without
     those that do not fit in memory or whose ranks block each other.
@@ -112,6 +117,48 @@ def _schedules(
             timeline = candidate.simulate(costs)
         except ScheduleError:
             continue
-        limits = zip(timeline.peak_bytes, problem.limit, strict=True)
-        if all(held <= limit * ALMOST for held, limit in limits):
+        if is_within(problem.limit, timeline):
             yield timeline.span, candidate
+
+
+def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
+    """The schedule with I and W of one microbatch as B where they follow each other; and that with
+    F and B fused, whose ranks may block each other.
+
+    >>> s = Schedule.parse("[0F0, 0F1, 0I0, 0W0, 0I1, 0W1]")
+    >>> print(*variants(s, Costs(B=1, overlap=1)), sep="\\n")
+    [0F0, 0F1, 0B0, 0B1]
+    [0F0, (0F1;0B0)OVERLAP_F_B, 0B1]
+    """
+    times = costs.times(schedule.stages)
+    mergeable = [b <= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)]
+
+    def whole(before: AnyAction, action: Action) -> AnyAction | None:
+        follows = action.op == "W" and before == action._replace(op="I")
+        if follows and mergeable[action.stage]:
+            return action._replace(op="B")
+        return None
+
+    def fused(before: AnyAction, action: Action) -> AnyAction | None:
+        if isinstance(before, Fused) or (before.op, action.op) != ("F", "B"):
+            return None
+        if before.microbatch != action.microbatch:
+            return Fused((before, action))
+        return None
+
+    merged = replace(schedule, rows=tuple(_joined(row, whole) for row in schedule.rows))
+    yield merged
+    if costs.overlap is not None:
+        yield replace(merged, rows=tuple(_joined(row, fused) for row in merged.rows))
+
+
+def _joined(row: Row, join: Callable[[AnyAction, Action], AnyAction | None]) -> Row:
+    """A row in which two actions that follow each other are one where ``join`` returns it."""
+    result: list[AnyAction] = []
+    for action in plain(row):
+        both = join(result[-1], action) if result else None
+        if both is None:
+            result.append(action)
+        else:
+            result[-1] = both
+    return tuple(result)

@@ -119,22 +119,25 @@ def solve(
     costs = as_costs(costs)
     if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
         raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
+    for what, number in (("ranks", ranks), ("microbatches", microbatches)):
+        if type(number) is not int or number < 1:
+            raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
     if placement == "replicated":
-        check_counts(ranks, microbatches)
         s, bound = solve_replicated(costs, ranks, microbatches, stages, memory)
-        return Solved(s.rows, s.placement, s.microbatches, s.name, costs, bound)
-    paths = _paths(costs, ranks, microbatches, placement, stages)
-    limit = limits(memory, ranks)
-    problems = [Problem.of(costs, path, ranks, microbatches, limit) for path in paths]
-    fitting = [problem for problem in problems if problem.lacks is None]
-    if not fitting:
-        raise ScheduleError(
-            f"{problems[0].lacks}; give more memory, more ranks or smaller microbatches",
-            rule="memory",
-        )
-    bounds = [lower_bound(problem, costs) for problem in fitting]
-    s = _best(fitting, bounds, costs, time_limit, progress, seed)
-    return Solved(s.rows, s.placement, s.microbatches, s.name, costs, min(bounds))
+    else:
+        paths = _paths(costs, ranks, placement, stages)
+        limit = limits(memory, ranks)
+        problems = [Problem.of(costs, path, ranks, microbatches, limit) for path in paths]
+        fitting = [problem for problem in problems if problem.lacks is None]
+        if not fitting:
+            raise ScheduleError(
+                f"{problems[0].lacks}; give more memory, more ranks or smaller microbatches",
+                rule="memory",
+            )
+        bounds = [lower_bound(problem, costs) for problem in fitting]
+        bound = min(bounds)
+        s = _best(fitting, bounds, costs, time_limit, progress, seed)
+    return Solved(s.rows, s.placement, s.microbatches, s.name, costs, bound)
 
 
 def _best(
@@ -173,18 +176,13 @@ def _best(
     return best[1]
 
 
-def check_counts(ranks: int, microbatches: int) -> None:
-    """Raise ScheduleError unless both are counts."""
-    for what, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
-
-
 def _paths(
-    costs: Costs, ranks: int, microbatches: int, placement: Kind | Placement, stages: int | None
+    costs: Costs,
+    ranks: int,
+    placement: Kind | Placement,
+    stages: int | None,
 ) -> list[tuple[int, ...]]:
     """For each placement that is tried, the ranks of its stages."""
-    check_counts(ranks, microbatches)
     if isinstance(placement, Placement):
         if placement.ranks != ranks:
             raise ScheduleError(

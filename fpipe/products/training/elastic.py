@@ -107,10 +107,7 @@ class Members:
         rank = self._group.here[0] // len(self._group.here)
         host = _host(self._elastic.lighthouse)
         self._store = store(host) if rank == 0 else None
-        if self._store is None:
-            address = None
-        else:
-            address = (host, self._store.port)
+        address = None if self._store is None else (host, self._store.port)
         host, port = self._group.gather_objects(address)[0]
         seconds = timedelta(seconds=self._elastic.timeout)
         try:

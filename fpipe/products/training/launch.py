@@ -80,7 +80,7 @@ def launch(
     """
     if not callable(fn):
         raise LaunchError(f"launch takes a function that runs on each rank, not {fn!r}")
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+    if type(ranks) is not int or ranks < 1:
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")
     context = _context(start, fn)
     tcp_store = store("127.0.0.1")
@@ -154,7 +154,10 @@ def _context(start: str | None, fn: Callable[..., object]) -> Any:
 def _start(context: Any, fn: partial[T], env: dict[str, str]) -> _Child:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_run, args=(theirs, fn, env), name=f"fpipe-rank-{env['RANK']}", daemon=True
+        target=_run,
+        args=(theirs, fn, env),
+        name=f"fpipe-rank-{env['RANK']}",
+        daemon=True,
     )
     try:
         process.start()

@@ -200,15 +200,9 @@ class Loop:
         self._finish(last)
         if self.path is None:
             return None
-        if isinstance(batch, Stateful):
-            position = batch.state_dict()
-        else:
-            position = None
+        position = batch.state_dict() if isinstance(batch, Stateful) else None
         copies = self.pipe.copies
-        if copies is None:
-            every = [position]
-        else:
-            every = copies.group.gather_objects(position)
+        every = [position] if copies is None else copies.group.gather_objects(position)
         return save(
             self.folder(now.step),
             self.pipe,
@@ -329,10 +323,7 @@ class Loop:
                 (params, state), step = members.join((now.params, now.state), now.step)
                 now = Trained(params, state, step)
             leads = members is None or members.leads
-            if leads:
-                log = log or self._logger(now.step)
-            else:
-                log = None
+            log = log or self._logger(now.step) if leads else None
             if now.step >= steps:
                 break
             began = time.perf_counter()
@@ -348,10 +339,7 @@ class Loop:
             if log is not None:
                 seconds = round(time.perf_counter() - began, 6)
                 record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
-                if members is None:
-                    took_part = {}
-                else:
-                    took_part = {"copies": list(members.copies)}
+                took_part = {} if members is None else {"copies": list(members.copies)}
                 log(record | of_step(self._of_tx(now)) | took_part)
             if leads and (now.step % self.every == 0 or now.step == steps or stop):
                 saving = self._save(now, batch, saving)

@@ -72,10 +72,7 @@ class RunFolder(NamedTuple):
         if self.path is not None:  # a run that failed may have left a save behind
             wait_for_writers(Path(self.path), self.pipe.group.timeout)
         steps = self.complete()
-        if steps:
-            row = (steps[-1], "")
-        else:
-            row = (-1, self._of_others())
+        row = (steps[-1], "") if steps else (-1, self._of_others())
         for axis in groups_of(self.pipe):
             row = axis.gather_objects(row)[0]
         step, others = row

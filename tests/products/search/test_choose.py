@@ -10,7 +10,7 @@ import pytest
 
 from fpipe import Costs, make_schedule, schedule_names
 from fpipe.errors import ScheduleError
-from fpipe.products.search.choose import choose
+from fpipe.products.search.auto import choose
 
 
 def test_never_slower_than_a_named_schedule_that_fits_on_random_profiles(long: bool) -> None:

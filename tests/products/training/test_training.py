@@ -13,9 +13,8 @@ from rich.console import Console
 import fpipe
 from fpipe.products.command.cli import main
 from fpipe.products.demo import Sizes, Text, gpt, sonnets
-from fpipe.products.demo.conduct import largest_difference
+from fpipe.products.demo.conduct import largest_difference, screen
 from fpipe.products.demo.rank import Settings, Step, work
-from fpipe.products.demo.screen import screen
 
 
 class Wire:
