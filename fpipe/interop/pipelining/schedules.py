@@ -185,7 +185,7 @@ class _PipelineSchedule:
             losses[:] = [loss for _, loss in results if loss is not None]
         if not last or not return_outputs:
             return None
-        last.output_chunks = [y for y, _ in results]
+        last.output_chunks.extend(y for y, _ in results)
         return merge_chunks(last.output_chunks, self._output_merge_spec)
 
     @wraps(step, assigned=())

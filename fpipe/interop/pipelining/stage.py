@@ -80,8 +80,10 @@ class PipelineStage:
                 f"Pipeline group size {self.group_size} cannot be larger than number of stages "
                 f"{num_stages}"
             )
-        #: Of the last stage, the outputs of the microbatches until the next step.
+        #: Of the last stage, the outputs of the microbatches until the next step, or until they
+        #: are cleared.
         self.output_chunks = list[Tree]()
+        self.clear_runtime_states = self.output_chunks.clear
         self.fwd_cache = dict[int, Tree]()  # empty: plans keep what a step needs
         #: The rank of each stage, once a schedule has it.
         self.stage_index_to_group_rank = {
@@ -97,10 +99,6 @@ class PipelineStage:
     def is_last(self) -> bool:
         """Whether it is the last stage."""
         return self.stage_index == self.num_stages - 1
-
-    def clear_runtime_states(self) -> None:
-        """Release the outputs of the last step."""
-        self.output_chunks.clear()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of the module by a number. Schedules do not call it: they scale
