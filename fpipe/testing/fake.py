@@ -55,6 +55,8 @@ from .world import Killed, Outcome, World
 _CPU = torch.device("cpu")
 _GLOO = Capabilities.of("cpu", "gloo")
 F = TypeVar("F", bound=Fault)
+T = TypeVar("T")
+Order: TypeAlias = Literal["buffered", "lockstep"]
 _SPREAD = 2e-5  #: seconds within which messages arrive, at random
 
 
@@ -446,10 +448,6 @@ def _release(message: _Message, src: int, dst: int) -> None:
                 "wait for the send"
             )
     message.buffers.clear()
-
-
-T = TypeVar("T")
-Order: TypeAlias = Literal["buffered", "lockstep"]
 
 
 def run(

@@ -25,6 +25,10 @@ from .solve import Kind, Solved, solve
 
 #: Forwards up to which all named schedules are simulated.
 MOST = 20_000
+#: op or figure -> stage -> its value
+Figures = Mapping[str, Mapping[int, float]]
+SECONDS = 2.0  #: of a search
+TRIES = 4  #: choices whose plans are checked against the memory
 
 
 class Candidate(NamedTuple):
@@ -168,12 +172,6 @@ def descends(schedule: Schedule) -> bool:
                     return True
                 last[part.stage] = part.microbatch
     return False
-
-
-#: op or figure -> stage -> its value
-Figures = Mapping[str, Mapping[int, float]]
-SECONDS = 2.0  #: of a search
-TRIES = 4  #: choices whose plans are checked against the memory
 
 
 class Plans(Protocol):
