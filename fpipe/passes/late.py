@@ -37,7 +37,7 @@ from ..lowering.builder import Builder, input_gradients_of
 from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ..lowering.keys import BatchLeaf, Grad, Key, ReducedGrad, Seed, Side, Target
 from ..lowering.plan import Feature
-from ..tree import Tree
+from ..tree import AbstractTree, Tree
 
 #: The state of a call, fed as the side input of no stage.
 PROGRESS: Key = (Side(-1, 0), 0)
@@ -233,28 +233,31 @@ def row(progress: Progress, part: Parts, unit: int) -> Sequence[Tree]:
     late = _late(part)
     try:
         with torch.set_grad_enabled(progress.grad_enabled):
-            leaves, structure = tree.flatten(take(late, m))
-            first, spec = tree.flatten(late.taken[0])
-        if structure != spec or tree.cache_keys(leaves) != tree.cache_keys(first):
+            value = take(late, m)
+        found, first = AbstractTree.of(value), AbstractTree.of(late.taken[0])
+        if found != first:
+            texts = _texts(found, first)
             raise BatchError(
-                f"microbatch {m} of {late.count} is {_text(leaves)}, and the first is "
-                f"{_text(first)}; microbatches that come late have one structure, shape, dtype and "
-                "stride: pad them (fpipe.pad), or give all at once"
+                f"microbatch {m} of {late.count} is {texts[0]}, and the first is {texts[1]}; those "
+                "that come late are alike in structure, shapes, dtypes and strides: pad them "
+                "(fpipe.pad), or give all at once"
             )
     except Exception as error:
         progress.errors.append(BatchError(f"{part.name}: {error}"))
         progress.errors[-1].__cause__ = error.__cause__
         return part.rows[unit]
+    leaves = tree.leaves(value)
     if part.slices == 1:
         return leaves
     return feature("slicing").sliced(leaves, part.slices)[place]
 
 
-def _text(leaves: Sequence[Tree]) -> str:
-    if len(leaves) == 1 and not tree.is_tensor(leaves[0]):
-        return f"{leaves[0]!r:.80}"
-    shapes = [tuple(t.shape) for t in leaves if tree.is_tensor(t)]
-    return f"a tree of {len(leaves)} leaves with tensors of shape {', '.join(map(str, shapes))}"
+def _texts(*trees: AbstractTree) -> list[str]:
+    """Trees as texts that differ."""
+    texts = [str(one) for one in trees]
+    if len(set(texts)) == len(texts):
+        return texts
+    return [f"{one.spec} with {[tuple(aval) for aval in one.avals.values()]}" for one in trees]
 
 
 def _count(progress: Progress, unit: int) -> float:
