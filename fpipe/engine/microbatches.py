@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -65,8 +65,6 @@ class Microbatches:
     """
 
     __slots__ = ("parts",)
-    #: Itself, if its microbatches come late.
-    late: ClassVar[Microbatches | None] = None
 
     def __new__(
         cls,
@@ -78,12 +76,7 @@ class Microbatches:
             cls = feature("late").Late
         return super().__new__(cls)
 
-    def __init__(
-        self,
-        parts: Iterable[Tree] | Absent,
-        count: int | None = None,
-        weights: Sequence[float] | None = None,
-    ):
+    def __init__(self, parts: Iterable[Tree] | Absent, *late: object, **more: object):
         if isinstance(parts, (str, Mapping)) or not isinstance(parts, Iterable):
             raise BatchError(
                 f"Microbatches takes a list with one pytree for each microbatch, not {parts!r:.80}"
@@ -91,6 +84,16 @@ class Microbatches:
         self.parts = tuple(parts)
         if not self.parts:
             raise BatchError("Microbatches([]) is empty; give at least one microbatch")
+
+    @property
+    def late(self) -> Microbatches | None:
+        """Itself, if its microbatches come late."""
+        return None
+
+    @property
+    def shapes(self) -> Sequence[Tree]:
+        """For each microbatch, a pytree that has its shape."""
+        return self.parts
 
     def __len__(self) -> int:
         return len(self.parts)

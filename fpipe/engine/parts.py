@@ -112,7 +112,7 @@ class Parts:
         self.leaves = []
         self.absent = False
         structures = []
-        for m, part in enumerate(batch.parts):
+        for m, part in enumerate(batch.shapes):
             leaves, structure = tree.flatten(part)
             leaves, absent = _stand_ins(leaves, f"{name}[{m}]")
             if any(leaf.is_nested for leaf in filter(tree.is_tensor, leaves)):

@@ -73,13 +73,13 @@ class Late(Microbatches):
         self.taken: list[Tree] = []
 
     @property
-    def late(self) -> Late:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def late(self) -> Late:
         """Itself."""
         return self
 
     @property
-    def parts(self) -> Sequence[Tree]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The first microbatch in place of all: it shows the shape of each."""
+    def shapes(self) -> Sequence[Tree]:
+        """The first microbatch, for all."""
         return (take(self, 0),) * self.count
 
     def __len__(self) -> int:
@@ -170,9 +170,10 @@ class LateCall(Call):
             return super().weights()
         copies = self.config.copies
         if self._known is None:
+            progress = self.progress
             if not any(part.absent for part in self._weighed):
-                self.progress.base.append(_base(self, _count(self.progress, 0)))
-            return Weights(None, self.progress.weights, self.loss_scale)
+                progress.base.append(_base(self, _count(progress, 0)))
+            return Weights(None, progress.weights, self.loss_scale)
         if len(self._known) != self.number:
             raise BatchError(
                 f"weights= has {len(self._known)} numbers for {self.number} losses; give one for "
@@ -188,7 +189,7 @@ class LateCall(Call):
         return Progress(self, torch.is_grad_enabled())
 
     @cached_property
-    def side_leaves(self) -> dict[tuple[int, int], list[Tree]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def side_leaves(self) -> dict[tuple[int, int], list[Tree]]:
         """Those of a call, and the progress."""
         return {**super().side_leaves, (-1, 0): [self.progress]}
 
@@ -322,7 +323,8 @@ class _OnRank(Feature):
     def _take(self, part: Action) -> None:
         """Emit TAKE before a forward that reads microbatches which come late."""
         stage, _, mb = part
-        job = self.builder.job
+        builder = self.builder
+        job = builder.job
         x, targets, sides = self.request.kinds[self.request.kind_of[mb]]
         sources: list[Source] = []
         keys: list[Key] = []
@@ -350,7 +352,7 @@ class _OnRank(Feature):
             keys.append((Seed(job.stages), mb))
         if keys:
             op = Take(tuple(sources), dtype)
-            self.builder.out.append(Instruction(op, part, (PROGRESS,), tuple(keys)))
+            builder.out.append(Instruction(op, part, (PROGRESS,), tuple(keys)))
 
     def finish(self) -> None:
         """Gradients are divided by the sum of the weights, where these were not known."""
