@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -478,6 +479,56 @@ def test_on_processes(ranks, dp, shared):
     if dp == 1:
         name = "1F1B"
         assert same(by_stage([one[0] for one in found]), by_stage([step(fpipe.local(ranks), name)]))
+
+
+#: Set by the first backward of this process.
+RAN = threading.Event()
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        RAN.set()
+        return grads[0].clone()
+
+
+def noted(p, x):
+    return Noted.apply(layer(p, x))
+
+
+def late_for_a_backward(order: Any, seconds: float) -> Any:
+    """A step in which the last microbatch waits for a backward; whether that came."""
+    group = fpipe.init(timeout=60)
+    came = []
+
+    def waits(parts):
+        yield from parts[:-1]
+        RAN.clear()
+        came.append(RAN.wait(seconds))
+        yield parts[-1]
+
+    more: dict[str, Any] = {"stages": [noted] * 4, "engine": "eager", "order": order, "seed": 0}
+    faults = {"x": waits}
+    found = step(group, "GPipe", ("x", "t"), faults=faults, **more)
+    return came, found
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("order", ["row", ("ready", 40)], ids=["row", "ready"])
+def test_backwards_run_while_a_microbatch_is_missing(order, shared):
+    """In the ready order. Over gloo a rank cannot look whether a message has arrived."""
+    env = {"FPIPE_SHARED_MEMORY": shared}
+    early = order != "row" and shared == "1"
+    fn = partial(late_for_a_backward, order, 20 if early else 0.5)
+    ranks = fpipe.launch(fn, ranks=2, env=env, start="fork", timeout=120)
+    came, _ = ranks[0]
+    assert came == [early]
+    want = step(fpipe.local(2), "GPipe", stages=[noted] * 4, engine="eager", seed=0)
+    assert same(by_stage([found for _, found in ranks]), by_stage([want]))
 
 
 # ---- what is refused ----
