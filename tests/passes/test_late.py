@@ -267,7 +267,63 @@ def test_weights_with_a_loss_scale_over_copies():
         torch.testing.assert_close(found, want)
 
 
+def replicated(group: Any, late: bool) -> Any:
+    """The last rank counts microbatches after the first ranks have run all of theirs."""
+    params, batch = drawn()
+    schedule = fpipe.make_schedule("1F1B", 4, COUNT, replicas=(3, 1))
+    reduction = fpipe.weighted(tokens_of)
+    pipe = fpipe.pipeline([layer] * 2, schedule, loss=squared, reduction=reduction, group=group)
+    x, t = given(batch["x"], late), given(batch["t"], late)
+    params = pipe.place(params[:2])
+    return pipe(params, x, t), plain(fpipe.value_and_grad(pipe)(params, x, t))
+
+
+def given(parts: list, late: bool) -> fpipe.Microbatches:
+    return fpipe.Microbatches(iter(parts), len(parts)) if late else fpipe.Microbatches(parts)
+
+
+def test_weights_that_the_last_rank_counts():
+    found, want = (replicated(fpipe.local(4), late) for late in (True, False))
+    assert same(found[0], want[0])
+    torch.testing.assert_close(found, want)
+    ranks = fpipe.testing.run(partial(replicated, late=True), ranks=4, seed=1)
+    assert same([one for one, _ in ranks], [want[0]] * 4)
+
+
 # ---- when microbatches are taken ----
+def test_a_process_takes_what_its_stages_read():
+    def run(group):
+        params, batch = drawn()
+        pipe = fpipe.pipeline([layer] * 4, loss=squared, group=group)
+        x, t = given(batch["x"], True), given(batch["t"], True)
+        fpipe.value_and_grad(pipe)(pipe.place(params), x, t)
+        return str(x), str(t)
+
+    one, all_of_them = (f"Microbatches(..., count=8), of which {n} were taken" for n in (1, 8))
+    assert fpipe.testing.run(run, ranks=4, seed=1) == [
+        (all_of_them, one),
+        (one, one),
+        (one, one),
+        (one, all_of_them),
+    ]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_iterator_computes_gradients_where_its_caller_does(enabled):
+    params, batch = drawn()
+    pipe = fpipe.pipeline([layer] * 4, "ZBV", loss=squared, group=fpipe.local(2))
+    seen = []
+
+    def rollouts():
+        for part in batch["x"]:
+            seen.append(torch.is_grad_enabled())
+            yield part
+
+    with torch.set_grad_enabled(enabled):
+        pipe(params, fpipe.Microbatches(rollouts(), COUNT), given(batch["t"], False))
+    assert seen == [enabled] * COUNT
+
+
 def test_a_microbatch_is_taken_right_before_its_first_action():
     """GPipe and 1F1B on one rank, whose stages record when they run."""
     for name in ("GPipe", "1F1B"):
