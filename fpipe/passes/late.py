@@ -438,20 +438,14 @@ class Taken(Op):
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         slot_of_progress, *slots = ins.reads
-        local = len(machine.group.here) == machine.group.size
 
-        def step(r: Registers) -> tuple[Pending, Sequence[int]]:
+        def step(r: Registers) -> None:
             progress = r.slots[slot_of_progress]
-
-            def finish() -> tuple[torch.Tensor, ...]:
-                counts = _compared(progress, machine, self.after)
-                factor = _entered(progress, counts, machine.device) if counts else 1.0
-                return tuple(r.slots[slot] * factor for slot in slots)
-
-            def ready() -> bool:
-                return not (self.after and local) or len(progress.counts) == progress.call.number
-
-            return Pending(finish, ready), slots
+            counts = _compared(progress, machine, self.after)
+            # Gradients of a stage are complete once all weights were counted, also in one process.
+            factor = _entered(progress, counts, machine.device) if counts else 1.0
+            for slot in slots:
+                r.slots[slot] = r.slots[slot] * factor
 
         return step
 

@@ -354,6 +354,32 @@ def test_a_microbatch_is_taken_right_before_its_first_action():
         assert seen == want
 
 
+def test_ranks_of_one_process_go_on_before_a_microbatch_is_taken():
+    """The caller may wait long for it."""
+    seen: list[str] = []
+    params, batch = drawn()
+
+    def last(p, x):
+        seen.append("last")
+        return layer(p, x)
+
+    def rollouts():
+        for number, part in enumerate(batch["x"]):
+            seen.append(f"x{number}")
+            yield part
+
+    pipe = fpipe.pipeline(
+        [layer, last], "GPipe", loss=squared, group=fpipe.local(2), engine="eager"
+    )
+    for _ in range(2):
+        seen.clear()
+        x = fpipe.Microbatches(rollouts(), COUNT)
+        fpipe.value_and_grad(pipe)(params[:2], x, given(batch["t"], False))
+    for number in range(1, COUNT):
+        assert seen.index(f"x{number}") > number, "the last stage ran all before it"
+    assert seen[:4] == ["x0", "last", "x1", "last"]
+
+
 def test_microbatches_that_were_taken_are_kept():
     params, batch = drawn()
     pipe = fpipe.pipeline([layer] * 4, "ZBV", loss=squared, group=fpipe.local(2))
