@@ -483,7 +483,6 @@ def _failure(progress: Progress, groups: Sequence[Group]) -> BatchError:
         text = next(filter(None, one.gather_objects(text)), None)
     error = BatchError(f"{text}. All ranks raise this, and can go on with their next call")
     error.__cause__ = cause
-    group.confirm()
     group.flush()
     for one in groups:
         one.leave(error)

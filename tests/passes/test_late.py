@@ -13,6 +13,7 @@ import torch
 
 import fpipe
 from common import layer, same, squared
+from fpipe.collectives.c10d import C10dGroup
 from fpipe.errors import BatchError, MismatchError, PeerError
 
 COUNT = 8
@@ -441,6 +442,10 @@ def fails_and_goes_on(group: Any, name: str, argument: str, rank: int | None, **
     except BatchError as error:
         text = str(error)
         cause = type(error.__cause__).__name__
+    for one in filter(None, (group, getattr(group, "dp", None))):
+        if isinstance(one, C10dGroup):
+            assert not any(one._sent), "all sends are complete"
+            assert one._monitor.journal.cause is None, "no failure is published"
     return text, cause, step(group, late=("x", "t"), **more)
 
 
