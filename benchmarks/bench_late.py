@@ -5,7 +5,7 @@ rollout is there at once, the others at random times, drawn by each seed. Measur
 the first rollout to the end of the step: where the step waits for all rollouts, and where
 ``fpipe.Microbatches(iterator, count=)`` takes each as it arrives. The bits must be the same.
 
-    python -m benchmarks.bench_late [--seeds 5] [--microbatches 16] [--milliseconds 20]
+    python -m benchmarks.bench_late [--seeds 7] [--microbatches 16] [--milliseconds 40]
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def measured(name: str, order: Any, seeds: int, microbatches: int, seconds: floa
 
 def main() -> None:
     """Print a line for each way, and for each of its seeds."""
-    given = options(__doc__, seeds=5, microbatches=16, milliseconds=20).parse_args()
+    given = options(__doc__, seeds=7, microbatches=16, milliseconds=40).parse_args()
     seconds = given.milliseconds / 1000
     rows = []
     for name, order in WAYS:
