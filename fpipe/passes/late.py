@@ -67,8 +67,13 @@ class Late(Microbatches):
             raise BatchError(
                 f"Microbatches(count={count}) takes an iterator of microbatches, not {parts!r:.80}"
             )
+        try:
+            self.weights = None if weights is None else [float(weight) for weight in weights]
+        except (TypeError, ValueError) as error:
+            raise BatchError(
+                f"Microbatches(weights={weights!r:.80}); give a number for each microbatch"
+            ) from error
         self.count = count
-        self.weights = weights
         self.iterator = iter(parts)
         self.taken: list[Tree] = []
 
@@ -134,7 +139,8 @@ class LateCall(Call):
                 "two arguments take their microbatches from one iterator, so each would get every "
                 "second one; give one of itertools.tee(iterator) to each"
             )
-        option = Taking(tuple(part.name for part in late), self._weighed_after)
+        self._check_weights()
+        option = Taking(tuple(part.name for part in late), self._weighed and self._known is None)
         if option.after and any(stage.aux_loss for stage in config.functions):
             raise BatchError(
                 "a stage has an auxiliary loss, so each rank needs the weights of fpipe.weighted "
@@ -145,42 +151,50 @@ class LateCall(Call):
 
     # ---- the loss ----
     @cached_property
-    def _weighed(self) -> list[Parts]:
-        """The arguments from which ``fpipe.weighted`` computes weights, if some come late."""
-        config = self.config
-        if config.loss is None or not isinstance(config.reduction, Weighted):
+    def _weighed(self) -> bool:
+        """Whether ``fpipe.weighted`` computes weights from arguments that come late."""
+        return any(part.late for part in self._weighing)
+
+    @cached_property
+    def _weighing(self) -> list[Parts]:
+        """The arguments from which ``fpipe.weighted`` computes weights."""
+        reduction = self.config.reduction
+        if self.config.loss is None or not isinstance(reduction, Weighted):
             return []
-        sides = side_inputs.of_stage(config.reduction.sides, self.sides)
-        parts = [*self.targets, *sides.values()]
-        return parts if any(part.late for part in parts) else []
+        return [*self.targets, *side_inputs.of_stage(reduction.sides, self.sides).values()]
 
     @cached_property
     def _known(self) -> Sequence[float] | None:
         """The weights that the caller gave."""
-        given = [_late(part).weights for part in self._weighed if part.late is not None]
+        given = [_late(part).weights for part in self.batch_parts if part.late is not None]
         return next((weights for weights in given if weights is not None), None)
 
-    @property
-    def _weighed_after(self) -> bool:
-        return bool(self._weighed) and self._known is None
-
-    def weights(self) -> Weights | None:
-        """The weights of losses; those that are not known yet are entered at TAKEN."""
-        if not self._weighed:
-            return super().weights()
-        copies = self.config.copies
+    def _check_weights(self) -> None:
         if self._known is None:
-            progress = self.progress
-            if not any(part.absent for part in self._weighed):
-                progress.base.append(_base(self, _count(progress, 0)))
-            return Weights(None, progress.weights, self.loss_scale)
+            return
+        if not isinstance(self.config.reduction, Weighted):
+            raise BatchError(
+                "weights= are those of fpipe.weighted, and the reduction of the pipeline is "
+                f"{self.config.reduction!r}; leave them out, or say pipeline(reduction=)"
+            )
         if len(self._known) != self.number:
             raise BatchError(
                 f"weights= has {len(self._known)} numbers for {self.number} losses; give one for "
                 "each microbatch, and with slices= one for each slice"
             )
-        counts = [torch.as_tensor(weight) for weight in self._known]
-        return Weights(None, feature("weighting").shares(counts, copies), self.loss_scale)
+
+    def weights(self) -> Weights | None:
+        """The weights of losses; those that are not known yet are entered at TAKEN."""
+        if self._known is not None and self.config.loss is not None:
+            counts = [torch.tensor(one, dtype=torch.float64, device="cpu") for one in self._known]
+            shares = feature("weighting").shares(counts, self.config.copies)
+            return Weights(None, shares, self.loss_scale)
+        if not self._weighed:
+            return super().weights()
+        progress = self.progress
+        if not any(part.absent for part in self._weighing):
+            progress.base.append(_base(self, _count(progress, 0)))
+        return Weights(None, progress.weights, self.loss_scale)
 
     # ---- what plans are fed ----
     @cached_property
@@ -195,7 +209,7 @@ class LateCall(Call):
 
     def signature(self) -> tuple[Tree, ...]:
         """That of a call, and which arguments come late."""
-        return (*super().signature(), self.config.more)
+        return (*super().signature(), self.config.more[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -420,7 +434,11 @@ class Take(Op):
                     yield leaf.to(device, non_blocking=device.type != "cpu")
         if self.dtype is not None:
             weight = progress.counts[unit] = _count(progress, unit)
-            weights = Weights(None, [torch.tensor(weight) / progress.base[0]], call.loss_scale)
+            weights = Weights(
+                None,
+                [torch.tensor(weight / progress.base[0], dtype=torch.float64, device="cpu")],
+                call.loss_scale,
+            )
             yield weights.cotangent(0, self.dtype, device)
 
 
@@ -470,20 +488,18 @@ def _compared(progress: Progress, machine: Machine, after: bool) -> list[torch.T
 
 def _failure(progress: Progress, groups: Sequence[Group]) -> BatchError:
     """The error that all ranks raise once they have completed the call."""
-    group, *_ = groups
     cause = None
     text: str | None = None
     if progress.errors:
         cause = progress.errors[0].__cause__
-        where = (
-            "" if len(group.here) == group.size else f"rank {group.global_rank(group.here[0])}, "
-        )
+        ranks = [one.global_rank(one.here[0]) for one in groups if len(one.here) < one.size]
+        where = f"rank {ranks[0]}, " if ranks else ""
         text = f"{where}{progress.errors[0]}"
     for one in groups:
         text = next(filter(None, one.gather_objects(text)), None)
     error = BatchError(f"{text}. All ranks raise this, and can go on with their next call")
     error.__cause__ = cause
-    group.flush()
+    groups[0].flush()
     for one in groups:
         one.leave(error)
     return error

@@ -127,6 +127,14 @@ def stateful(p, state, x):
     return y, state * 0.5 + y.mean()
 
 
+def doubled(p, x):
+    return {"y": layer(p, x), "x": x}
+
+
+def joined(p, both):
+    return layer(p, both["y"] + both["x"])
+
+
 #: What else changes a plan: options of the pipeline, and of ``value_and_grad``.
 OTHERS: dict[str, dict[str, Any]] = {
     "tied": {"tied": [("0", "3")]},
@@ -139,6 +147,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": torch.float64},
     "ready": {"order": "ready"},
     "replicas": {"schedule": fpipe.make_schedule("1F1B", 4, COUNT, replicas=(3, 1))},
+    "x is passed on": {"stages": [doubled, joined, layer, layer]},
     "weights of what is there": {"late": ("x",), "reduction": fpipe.weighted(tokens_of)},
 }
 
@@ -506,7 +515,7 @@ def test_an_iterator_that_fails_in_one_copy():
 
     texts = [text for text, *_ in fpipe.testing.run(run, ranks=2, seed=1)]
     assert texts[0] == texts[1]
-    assert "x: the iterator raised KeyError" in texts[0]
+    assert texts[0].startswith("rank 1, x: the iterator raised KeyError")
 
 
 def test_weights_that_cannot_be_counted():
@@ -655,6 +664,11 @@ def test_weights_must_fit():
     pipe = fpipe.pipeline([layer] * 4, loss=squared, reduction=reduction, group=fpipe.local(4))
     with pytest.raises(BatchError, match="weights= has 2 numbers for 8 losses"):
         fpipe.value_and_grad(pipe)(params, x, t)
+    with pytest.raises(BatchError, match="give a number for each microbatch"):
+        fpipe.Microbatches(iter([]), COUNT, weights=["three"])
+    plain_mean = fpipe.pipeline([layer] * 4, loss=squared, group=fpipe.local(4))
+    with pytest.raises(BatchError, match="the reduction of the pipeline is 'mean'"):
+        fpipe.value_and_grad(plain_mean)(params, x, t)
 
     def with_loss(p, x):
         return layer(p, x), x.sum()
