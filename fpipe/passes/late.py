@@ -433,12 +433,9 @@ class Take(Op):
                 for leaf in filter(tree.is_tensor, row(progress, part, unit)):
                     yield leaf.to(device, non_blocking=device.type != "cpu")
         if self.dtype is not None:
-            weight = progress.counts[unit] = _count(progress, unit)
-            weights = Weights(
-                None,
-                [torch.tensor(weight / progress.base[0], dtype=torch.float64, device="cpu")],
-                call.loss_scale,
-            )
+            progress.counts[unit] = count = _count(progress, unit)
+            share = torch.tensor(count / progress.base[0], dtype=torch.float64, device="cpu")
+            weights = Weights(None, [share], call.loss_scale)
             yield weights.cotangent(0, self.dtype, device)
 
 
