@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -654,6 +655,30 @@ def test_wrong_arguments():
         torch.func.grad(
             lambda p: forwards([p, p], fpipe.Microbatches(iter(batch["x"]), 4))[0].sum()
         )(params[0])
+
+
+def test_a_captured_step_is_refused():
+    """Its graph reads fixed memory."""
+    params, batch = drawn()
+    pipe = fpipe.pipeline([layer] * 4, "ZBV", loss=squared, group=fpipe.local(2))
+    captured = type(pipe)(replace(pipe.config, capture=True))
+    with pytest.raises(BatchError, match=r"in a captured step.*give all at once"):
+        fpipe.value_and_grad(captured)(params, given(batch["x"], True), given(batch["t"], False))
+
+
+@pytest.mark.gpu
+def test_microbatches_are_moved_to_the_device():
+    device = torch.accelerator.current_accelerator()
+    group = fpipe.local(devices=[f"{device}:0"] * 2)
+    params, batch = drawn()
+    params = [p.to(device) for p in params]
+    more = {"loss": squared, "group": group, "reduction": fpipe.weighted(tokens_of)}
+    run = fpipe.value_and_grad(fpipe.pipeline([layer] * 4, "ZBV", **more))
+    late, at_once = (
+        run(params, given(batch["x"], flag), given(batch["t"], flag)) for flag in (True, False)
+    )
+    assert same(late[0], at_once[0])
+    torch.testing.assert_close(late[1], at_once[1])
 
 
 def test_weights_must_fit():
