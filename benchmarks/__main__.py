@@ -83,6 +83,7 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
         (*NARROW, "--microbatches", "24", "--rounds", "3", "--torch"),
         (*NARROW, "--microbatches", "4", "--rounds", "1", "--layers", "4"),
     ),
+    "late": ("bench_late", (), ("--seeds", "1", "--microbatches", "8", "--milliseconds", "2")),
     "gpu": (
         "bench_gpu",
         (),

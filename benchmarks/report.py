@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -364,6 +365,19 @@ def _vocabulary(found: Any) -> Iterator[str]:
     yield from _table((", ".join(f"{n} {k}" for k, n in found["sizes"].items()), *columns), lines)
 
 
+def _late(rows: Rows) -> Iterator[str]:
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for r in rows:
+        ways = found.setdefault((r["schedule"], r["order"]), [])
+        ways.append((r["taking"] / r["waiting"], r["step"]))
+    lines = []
+    for (name, order), ways in found.items():
+        ratio = statistics.median(ratio for ratio, _ in ways)
+        most = 0.7 if name == "1F1B" else math.inf
+        lines.append([f"{name}, {order}", f"{ways[0][1]:.2f}", _kept(ratio, most, f"{ratio:.2f}")])
+    yield from _table(("schedule, order", "seconds of a step", "part"), lines)
+
+
 def _overlap(rows: Rows) -> Iterator[str]:
     for r in rows:
         share = r["communication/compute"]
@@ -504,6 +518,10 @@ _SCALE = (
     "simulation: the whole "
     "schedule."
 )
+_LATE = """Rollouts that arrive at random over a window as long as a step, on four processes whose
+stages sleep: the time from the first rollout to the end of the step, as a part of that of a step
+that waits for all. Medians of random arrivals; the bound of 1F1B is 0.7. The first backward of
+GPipe waits for the last rollout. The bits are the same."""
 _VOCABULARY = (
     "One step of `fpipe.chunked_cross_entropy` and of torch's cross entropy of whole logits: the "
     "loss, and the gradients of hidden states and of the head, in float32. Memory is what the step "
@@ -587,6 +605,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
         _optimizer,
     ),
     "vocabulary": ("A head with a large vocabulary", _VOCABULARY, _vocabulary),
+    "late": ("Microbatches that come late", _LATE, _late),
     "overlap": ("Woven forwards and backwards, on one host", _OVERLAP, _overlap),
     "narrow": ("Woven forwards and backwards, over a narrow link", _NARROW, _overlap),
     "gpu": (

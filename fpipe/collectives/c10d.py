@@ -287,6 +287,10 @@ class C10dGroup(Group):
             self._check()
             self._agreement.refuse(error)
 
+    def leave(self, error: BaseException) -> None:
+        """As a call that a rank refused; no message is under way."""
+        self._agreement.refusal = error
+
     def _leave(self) -> None:
         """Every rank leaves a call that one of them refused, and drops its messages; then the next
         one can begin.

@@ -213,6 +213,12 @@ class Group(Protocol):
         on with the next one.
         """
 
+    def leave(self, error: BaseException) -> None:
+        """Leave the call with an error that every rank raises at its end.
+
+        Nothing is reported then, and all ranks can go on with the next call.
+        """
+
     def confirm(self) -> None:
         """Return once every rank has announced the same call.
 

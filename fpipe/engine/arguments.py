@@ -98,6 +98,8 @@ class Call:
             mistakes.check_rows({part.name: part.lengths for part in every})
         if any(part.absent for part in every):
             feature("elsewhere.arguments").check(config, x_parts, target_parts, sides)
+        if any(part.late for part in every):
+            cls = feature("late").LateCall
         if seed is None:
             seed = config.seed
         else:

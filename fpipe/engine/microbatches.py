@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import tree
+from ..actions.product import feature
 from ..errors import BatchError
 from ..stage import keyword_only
 from ..tree import Tree
@@ -35,20 +36,47 @@ class Absent:
 class Microbatches:
     """Already split pytrees, which may differ in shape; passed in place of a batch.
 
+    With ``count`` they come late: microbatch k is taken from an iterator right before the first
+    action that reads it, so a step begins with the first rollout of a sampler. Microbatches that
+    come late have one shape. Those that were taken are kept, so the value can be passed to further
+    calls. Each process takes what its stages read; for the shapes it takes the first microbatch in
+    any case. If an iterator ends early, raises or gives another shape, all ranks raise BatchError
+    at the end of that call, and can go on with the next one.
+
     Args:
-        parts: one pytree for each microbatch.
+        parts: one pytree for each microbatch; with ``count`` an iterator of them, whose n-th item
+            is microbatch n on every process, or ``fpipe.elsewhere()``.
+        count: how many microbatches the iterator gives; further ones stay in it.
+        weights: with ``count``, the numbers that the function of ``fpipe.weighted`` would return,
+            if they are known before. Without them gradients are divided by the sum of all weights
+            at the end of the step, where last bits may differ.
 
     Raises:
-        BatchError: if there is none, or ``parts`` is no list.
+        BatchError: if there is none, or ``parts`` is no list; with ``count``, if it is no number or
+            ``parts`` no iterator.
 
     >>> mbs = Microbatches([torch.ones(2), torch.ones(3)])
     >>> len(mbs), mbs[1].shape
     (2, torch.Size([3]))
+    >>> rollouts = (torch.full((2,), float(k)) for k in range(4))
+    >>> late = Microbatches(rollouts, count=3)
+    >>> late[1], late
+    (tensor([1., 1.]), Microbatches(..., count=3), of which 2 were taken)
     """
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: Iterable[Tree]):
+    def __new__(
+        cls,
+        parts: Iterable[Tree] | Absent = (),
+        count: int | None = None,
+        weights: Sequence[float] | None = None,
+    ):
+        if count is not None or weights is not None:
+            cls = feature("late").Late
+        return super().__new__(cls)
+
+    def __init__(self, parts: Iterable[Tree] | Absent, *late: object, **more: object):
         if isinstance(parts, (str, Mapping)) or not isinstance(parts, Iterable):
             raise BatchError(
                 f"Microbatches takes a list with one pytree for each microbatch, not {parts!r:.80}"
@@ -56,6 +84,16 @@ class Microbatches:
         self.parts = tuple(parts)
         if not self.parts:
             raise BatchError("Microbatches([]) is empty; give at least one microbatch")
+
+    @property
+    def late(self) -> Microbatches | None:
+        """Itself, if its microbatches come late."""
+        return None
+
+    @property
+    def shapes(self) -> Sequence[Tree]:
+        """For each microbatch, a pytree that has its shape."""
+        return self.parts
 
     def __len__(self) -> int:
         return len(self.parts)

@@ -76,12 +76,15 @@ class Parts:
       the first one, which describes all.
     * ``shared_scalars``: a tensor without axes is passed to every microbatch. Otherwise it is an
       error.
+    * ``late``: the ``Microbatches`` that come late. All rows are those of the first.
     * ``slices``: each row is one slice of a microbatch. Leaves with two axes or more are cut along
       the second one; every slice gets the others whole.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
+
+    late: Microbatches | None = None
 
     def __init__(
         self, batch: Tree, parts: int, name: str, shared_scalars: bool = False, slices: int = 1
@@ -105,10 +108,11 @@ class Parts:
             if slices > 1:
                 feature("slicing").check(self.leaves, self.structure, name, slices)
             return
+        self.late = batch.late
         self.leaves = []
         self.absent = False
         structures = []
-        for m, part in enumerate(batch):
+        for m, part in enumerate(batch.shapes):
             leaves, structure = tree.flatten(part)
             leaves, absent = _stand_ins(leaves, f"{name}[{m}]")
             if any(leaf.is_nested for leaf in filter(tree.is_tensor, leaves)):

@@ -66,38 +66,42 @@ def weights_of(
     counts = []
     for m in range(number):
         side = {name: part.tree(m) for name, part in sides.items()}
-        count = _count(reduction, m, [target.tree(m) for target in targets], side)
-        counts.append(count.detach().reshape(()))
+        counts.append(count(reduction, m, [target.tree(m) for target in targets], side))
+    return shares(counts, copies)
+
+
+def shares(counts: Sequence[Tensor], copies: Copies | None) -> list[Tensor]:
+    """Numbers as parts of their sum; see ``weights_of``."""
     device = counts[0].device
     dtype = wide(device)
-    exact = [(count if dtype is torch.float64 else count.cpu()).double() for count in counts]
-    total = torch.stack(exact).sum()
-    if copies is not None and not copies.mean:
-        total = copies.total(total)
-    total = torch.where(total == 0, torch.ones_like(total), total)
+    exact = [(one if dtype is torch.float64 else one.cpu()).double() for one in counts]
+    total = total_of(exact, copies)
     return [(value / total).to(dtype).to(device) for value in exact]
 
 
-def _count(
-    reduction: Weighted,
-    mb: int,
-    targets: Sequence[Any],
-    sides: Mapping[str, Any],
-) -> Tensor:
-    """The weight of a microbatch before it is divided by the sum of all."""
+def total_of(exact: Sequence[Tensor], copies: Copies | None) -> Tensor:
+    """The sum of numbers over the copies; 1 where it is 0."""
+    total = torch.stack(list(exact)).sum()
+    if copies is not None and not copies.mean:
+        total = copies.total(total)
+    return torch.where(total == 0, torch.ones_like(total), total)
+
+
+def count(reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[str, Any]) -> Tensor:
+    """The weight of a microbatch before it is divided by the sum of all, without axes."""
     try:
-        count = reduction.fn(*targets, **sides)
+        number = reduction.fn(*targets, **sides)
     except Exception as error:
         raise BatchError(
             f"fpipe.weighted's function raised {type(error).__name__} for microbatch {mb}: {error}"
         ) from error
-    if isinstance(count, Real):
-        return torch.as_tensor(count)
-    what = repr(count)
-    if isinstance(count, Tensor):
-        if count.numel() == 1:
-            return count
-        what = f"a tensor of shape {list(count.shape)}"
+    if isinstance(number, Real):
+        return torch.as_tensor(number)
+    what = repr(number)
+    if isinstance(number, Tensor):
+        if number.numel() == 1:
+            return number.detach().reshape(())
+        what = f"a tensor of shape {list(number.shape)}"
     raise BatchError(
         f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one number "
         "per microbatch, such as its count of tokens"

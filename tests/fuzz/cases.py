@@ -265,6 +265,8 @@ def _random_call(draw: random.Random, model: Model, count: int, threads: bool) -
         "forward": {"each"} if model.loss else set[str](),
         "vjp": {"twice"},
     }
+    if split and len(set(rows)) == 1 and kind != "vjp":
+        only[kind].add("late")
     apply = only[kind] | {"setting", "before", "seed"}
     return Call(kind, number, rows, split, tokens, {n: v for n, v in wanted.items() if n in apply})
 

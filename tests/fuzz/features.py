@@ -127,3 +127,5 @@ SETTINGS: dict[str, Setting] = {
 OF_THREADS = {"", "no_grad", "inference_mode", "device cpu"}
 OF_THREADS |= {name for name in SETTINGS if name.startswith("autocast")}
 CALL = {**CALL, "setting": (0.3, tuple(SETTINGS))}
+# microbatches of one size come from iterators
+CALL = {**CALL, "late": (0.4, (True,))}

@@ -221,6 +221,10 @@ def _results(
             fpipe.Microbatches(p) if call.split else torch.cat(p)
             for p in (batch.xs, batch.targets, batch.scales)
         )
+    if "late" in call.features:
+        x = fpipe.Microbatches(iter(x), len(x))
+        if case.reduction != "weighted":  # else other last bits
+            target, scale = (fpipe.Microbatches(iter(p), len(p)) for p in (target, scale))
     keywords: dict[str, Any] = {}
     if any("scale" in stage.sides for stage in stages_of(case.model)):
         keywords["scale"] = scale

@@ -20,6 +20,8 @@ from .window import before, unawaited
 
 #: What a node is. One that is "placed" runs once all bodies before it have run.
 BODY, SEND, WAIT, PLACED = "body", "send", "wait", "placed"
+#: Who sends the microbatches that come late, in place of a rank.
+CALLER = -1
 
 
 @dataclass
@@ -55,6 +57,9 @@ def nodes_of(plan: Plan, lanes: Mapping[int, int]) -> list[Node]:
         elif type(op) is Wait:
             steps = [*posts.pop(op.peer, ()), number]
             node = waits[op.peer] = made.add(WAIT, position, steps, (op.peer, lanes[number]))
+            node.message = number
+        elif op.kind == "TAKE":
+            node = made.add(WAIT, position, [number], (CALLER, 0))
             node.message = number
         elif isinstance(op, Settle):
             waits[op.peer].steps.append(number)

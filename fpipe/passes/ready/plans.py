@@ -8,11 +8,15 @@ the order of the row; where the group has streams, those of each stage and fact 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
+from threading import Thread
 
+from ...collectives.group import Pending as Arrival, Tensors, Work
 from ...lowering.builder import Builder
-from ...lowering.instruction import Instruction, Machine, Registers, StepFn
+from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ...lowering.instructions import SEND_STEP, Send, Wait, step_of
 from ...lowering.keys import Key
 from ...lowering.plan import Feature, Plan, Use
@@ -156,6 +160,42 @@ class Take(Wait):
         return step
 
 
+@dataclass(frozen=True, slots=True)
+class Beside(Op):
+    """TAKE in a thread of its own, so that other actions run while a microbatch is missing.
+
+    Ranks that share a process run in one thread: there it blocks, as in the order of the row.
+    """
+
+    op: Op
+    kind = "TAKE"
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        take = self.op.bind(ins, machine)
+        group = machine.group
+        if len(group.here) == group.size:
+            return take
+
+        def step(r: Registers) -> Pending:
+            work, writes = take(r)
+            future = Future[Tensors]()
+            run = partial(copy_context().run, _run, work, future)
+            Thread(target=run, daemon=True).start()
+            return Arrival(future.result, future.done), writes
+
+        return step
+
+
+def _run(work: Work, future: Future[Tensors]) -> None:
+    try:
+        future.set_result(work.wait())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def _instructions(plan: Plan, lanes: Mapping[int, int]) -> Iterator[Instruction]:
     """The instructions over keys, with messages in streams."""
     for number, ins in enumerate(plan.keyed):
@@ -164,6 +204,8 @@ def _instructions(plan: Plan, lanes: Mapping[int, int]) -> Iterator[Instruction]
             op = InStream(op.peer, op.specs, lanes[number])
         elif type(op) is Wait:
             op = Take(op.peer, op.number, op.specs, lanes[number])
+        elif op.kind == "TAKE":
+            op = Beside(op)
         yield ins._replace(op=op)
 
 

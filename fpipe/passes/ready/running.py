@@ -17,7 +17,7 @@ from ...collectives.group import Group, Tensors, Work
 from ...engine.execute import Executable
 from ...lowering.instruction import Registers, StepFn
 from ...lowering.instructions import Wait
-from .nodes import BODY, PLACED, SEND, WAIT, Node
+from .nodes import BODY, CALLER, PLACED, SEND, WAIT, Node
 
 #: A work to wait for, and the slots of its result.
 Pending: TypeAlias = tuple[Work, tuple[int, ...]]
@@ -43,8 +43,15 @@ class _AnyOf(NamedTuple):
         return any(work.done() for _, work in self.receives)
 
     def wait(self) -> Tensors:
-        if not self.done():
-            self.group.wait_any(self.receives)
+        if self.done():
+            return ()
+        ranks = [peer for peer, _ in self.receives if peer != CALLER]
+        if ranks:  # any of them names the wait for the caller
+            named = [(ranks[0] if peer == CALLER else peer, work) for peer, work in self.receives]
+            self.group.wait_any(named)
+        else:
+            _, work = self.receives[0]
+            work.wait()
         return ()
 
 
