@@ -75,10 +75,7 @@ def expected(members: Sequence[Sequence[int]]) -> tuple[Params, Tree]:
     state = tx.init(params)
     for step, present in enumerate(members):
         grads = [gradients(params, step, copy) for copy in present]
-        total = grads[0]
-        for more in grads[1:]:
-            total = mapped(torch.add, total, more)
-        mean = mapped(torch.div, total, mapped(lambda _: len(present), total))
+        mean = mapped(lambda *of_copies: sum(of_copies[1:], of_copies[0]) / len(of_copies), *grads)
         updates, state = tx.update(mean, state, params)
         params = fpipe.apply_updates(params, updates)
     return params, state

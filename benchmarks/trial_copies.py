@@ -248,8 +248,6 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the runs to try")
     parser.add_argument("--keep", action="store_true", help="keep the notes of runs that failed")
     options = parser.parse_args()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else, they print each request and each
-
     for name in ("RUST_LOG", "TORCH_CPP_LOG_LEVEL"):  # of each request, and of each lost connection
         os.environ.setdefault(name, "ERROR")
     mp.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
