@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,10 +76,15 @@ def expected(members: Sequence[Sequence[int]]) -> tuple[Params, Tree]:
     state = tx.init(params)
     for step, present in enumerate(members):
         grads = [gradients(params, step, copy) for copy in present]
-        mean = mapped(lambda *of_copies: sum(of_copies[1:], of_copies[0]) / len(of_copies), *grads)
+        mean = mapped(mean_of, *grads)
         updates, state = tx.update(mean, state, params)
         params = fpipe.apply_updates(params, updates)
     return params, state
+
+
+def mean_of(*of_copies: Tensor) -> Tensor:
+    """Added in the order of the copies."""
+    return reduce(torch.add, of_copies) / len(of_copies)
 
 
 def gradients(params: Params, step: int, copy: int) -> Params:

@@ -27,7 +27,7 @@ from ...collectives import Group
 from ...errors import GroupError
 from ...tree import Tree
 from .outcome import store
-from .peers import Peers
+from .peers import PROMPT, Peers
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 COPY = "REPLICA_GROUP_ID"
 COPIES = "NUM_REPLICA_GROUPS"
-#: What a request to the lighthouse may take. One is lost with the lighthouse, and made again.
-_ANSWER = timedelta(seconds=6)
+#: What a request for the members may take, and more than ``PROMPT``: a member that was not there
+#: when another one connected waits for it. A request is lost with the lighthouse, and made again.
+_ANSWER = timedelta(seconds=5)
 _PAUSE = 0.05  #: seconds between two attempts to meet
 
 
@@ -170,7 +171,7 @@ class Members:
                 met = self._met(state, step, time.monotonic() < end)
                 of_ranks = self._group.gather_objects(met and met[-1])  # their clocks may differ
                 if met is None or None in of_ranks:
-                    self._manager.should_commit()  # it does not: the next set of members is new
+                    self._manager.should_commit(timeout=PROMPT)  # it does not: the next set is new
                 else:
                     state, step, self._last, _ = met
                     self._changed = of_ranks[0]
@@ -190,7 +191,8 @@ class Members:
             means = self._peers.means(tensors)
         except RuntimeError as error:
             self._lost(error)
-        if not self._manager.should_commit():
+        self._group.barrier()  # raises at once if a process is gone, for which torchft would wait
+        if not self._manager.should_commit(timeout=PROMPT):
             return None
         self._last = self._peers.quorum
         return means
@@ -202,16 +204,22 @@ class Members:
     def _start(self, end: float) -> None:
         """Let torchft find the members, also if the lighthouse is away for some time."""
         while True:
+            failure = None
             try:
-                return self._manager.start_quorum(allow_heal=False)
+                self._manager.start_quorum(allow_heal=False)
             except (RuntimeError, TimeoutError) as error:
-                if time.monotonic() > end:
-                    raise GroupError(
-                        f"the lighthouse at {self._elastic.lighthouse} or a process of this copy "
-                        f"did not answer for {self._elastic.timeout:g} s: {error}"
-                    ) from error
-                self._manager.shutdown()  # after an error it has no further quorum
-                self._manager = self._connected()
+                failure = str(error)
+            found = self._group.gather_objects((failure, time.monotonic() > end))
+            failures = [failure for failure, _ in found if failure is not None]
+            if not failures:
+                return
+            if any(over for _, over in found):
+                raise GroupError(
+                    f"the lighthouse at {self._elastic.lighthouse} or a process of this copy did "
+                    f"not answer for {self._elastic.timeout:g} s: {failures[0]}"
+                )
+            self._manager.shutdown()  # after an error it has no further quorum
+            self._manager = self._connected()
 
     def _met(self, state: Tree, step: int, waits: bool) -> tuple[Tree, int, int, bool] | None:
         """The latest state among the members, its step, the quorum of that step, and whether to
@@ -241,8 +249,8 @@ class Members:
 
     def _lost(self, error: Exception) -> None:
         """Let the other members notice at once that this one misses a member."""
-        self._peers.abort()
-        self._manager.report_error(error)
+        self._peers = self._peers.closed()
+        self._manager.report_error(RuntimeError(str(error)))  # a traceback refers to the peers
 
     # ---- what torchft calls ----
     def configure(
@@ -258,9 +266,9 @@ class Members:
     ) -> None:
         """Connect to new members."""
         self._changed = True
-        self._peers.abort()
         copies = tuple(number // group_world_size for number in global_ranks)
-        self._peers = Peers.connect(store_addr, rank, copies, quorum_id, self._elastic.timeout)
+        seconds = timedelta(seconds=self._elastic.timeout)
+        self._peers = Peers.connect(store_addr, rank, copies, quorum_id, seconds)
 
     def errored(self) -> Exception | None:
         """Nothing fails behind the program."""
@@ -274,7 +282,7 @@ class Members:
 
     def shutdown(self, wait: bool = True) -> None:
         """Close the connections."""
-        self._peers.abort()
+        self._peers = self._peers.closed()
 
 
 def import_torchft(name: str = "torchft") -> Any:

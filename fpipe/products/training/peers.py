@@ -21,6 +21,8 @@ from ...errors import GroupError
 from ...tree import Spec, Tree, flatten, unflatten
 
 _ELEMENTS = 16 << 20  #: of gradients that are added up at once
+#: What members may take to connect, and ranks to vote: all begin at one time, unless one was lost.
+PROMPT = timedelta(seconds=3)
 #: For documented names that the stubs of torch.distributed do not export.
 _DIST: Any = dist
 
@@ -29,10 +31,12 @@ class Peers(NamedTuple):
     """The process of each member that holds this part of the pipeline.
 
     ``copies`` are the numbers of the members, and ``quorum`` is the number of this set of members.
+    They wait for each other's messages for ``timeout``.
     """
 
     copies: tuple[int, ...] = ()
     quorum: int = 0
+    timeout: timedelta = PROMPT
     gloo: Any = None
 
     @classmethod
@@ -42,19 +46,20 @@ class Peers(NamedTuple):
         rank: int,
         copies: tuple[int, ...],
         quorum: int,
-        timeout: float,
+        timeout: timedelta,
     ) -> Peers:
         """Connect to the others through a store of torchft."""
         from torchft.process_group import create_store_client  # torchft is an extra
 
-        seconds = timedelta(seconds=timeout)
-        store = create_store_client(address, seconds)
-        return cls(copies, quorum, _DIST.ProcessGroupGloo(store, rank, len(copies), seconds))
+        store = create_store_client(address, PROMPT)
+        gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), PROMPT)
+        return cls(copies, quorum, timeout, gloo)
 
-    def abort(self) -> None:
-        """Close the connections, so that the others notice it at once."""
-        if self.gloo is not None:
-            self.gloo.abort()
+    def closed(self) -> Peers:
+        """Without connections. Gloo closes them when nothing refers to it, not when told to abort;
+        then the others notice at once.
+        """
+        return self._replace(gloo=None)
 
     # ---- all members ----
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -73,7 +78,9 @@ class Peers(NamedTuple):
     def gathered(self, mine: Tensor) -> list[Tensor]:
         """A tensor of each member."""
         every = [torch.empty_like(mine) for _ in self.copies]
-        self.gloo.allgather([every], [mine]).wait()
+        options = _DIST.distributed_c10d.AllgatherOptions()
+        options.timeout = self.timeout
+        self.gloo.allgather([every], [mine], options).wait()
         return every
 
     # ---- from one to all ----
@@ -112,5 +119,7 @@ class Peers(NamedTuple):
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
-            self.gloo.broadcast(tensor.reshape(-1).view(torch.uint8), source).wait()
+            options = _DIST.BroadcastOptions()
+            options.rootRank, options.timeout = source, self.timeout
+            self.gloo.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()
         return tensor

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import fpipe
+import network_namespaces
 from common import same
 from fpipe.errors import GroupError, UnsupportedError
 from fpipe.products.command.cli import main
@@ -224,6 +225,60 @@ def test_copies_are_killed_at_random_steps(run: int, long: bool, tmp_path: Path)
 
 def test_one_process_a_copy(tmp_path: Path):
     assert check(tmp_path, {}, 2, 3, 0.0, ranks=1) == [[0, 1]] * 3
+
+
+# ---- on two hosts ----
+@pytest.mark.timeout(180)
+def test_copies_on_two_hosts_and_a_lighthouse_that_returns(tmp_path: Path):
+    """The lighthouse is on the first host. It dies after a process of the other host."""
+    steps, lost = 60, 8
+    try:
+        with network_namespaces.two_namespaces():
+            watch = threading.Thread(target=lighthouse_of_hosts, args=(tmp_path, 16, steps))
+            watch.start()
+            results = network_namespaces.jobs(
+                on_host, tmp_path, steps, {(1, lost): 1}, restarts=1, timeout=150
+            )
+            watch.join()
+    except network_namespaces.NotAllowedError as error:
+        pytest.skip(f"no network namespaces here ({error})")
+    members = members_by_step(tmp_path, steps)
+    want = expected(members)
+    for parts in results:
+        assert same([parts[stage][stage] for stage in range(2)], want)
+    assert members[:lost] == [[0, 1]] * lost and members[lost] == [0] and members[-1] == [0, 1]
+    assert (tmp_path / "returned").exists()
+
+
+def on_host(number: int, folder: Path, steps: int, kills: Kills) -> Any:
+    address = f"http://{network_namespaces.SIDES[0][2]}:29510"
+    os.environ |= {LIGHTHOUSE: address, COPY: str(number), COPIES: "2"}
+    return train(folder, steps, kills, 0.12, ranks=2)
+
+
+def lighthouse_of_hosts(folder: Path, step: int, steps: int) -> None:
+    """Serve it; after some steps end it, and serve it again a second later."""
+
+    def lines() -> int:
+        return sum(len(path.read_text().splitlines()) for path in folder.glob("log-*"))
+
+    for until in (step, steps):
+        process = network_namespaces.PROCESSES.Process(
+            target=serve_on_host, args=network_namespaces.SIDES[:1], daemon=True
+        )
+        process.start()
+        while lines() < until and process.is_alive():
+            time.sleep(0.05)
+        process.kill()
+        process.join()
+        time.sleep(1)
+    (folder / "returned").touch()
+
+
+def serve_on_host(side: network_namespaces.Side) -> None:
+    network_namespaces.enter(side)
+    _server = serve(f"{side[2]}:29510")
+    threading.Event().wait()
 
 
 # ---- in one process, each copy a thread ----
