@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from fpipe.products.command.copies import copies
 from fpipe.products.training import elastic as elastic_copies
 from fpipe.products.training.elastic import COPIES, COPY, LIGHTHOUSE, Elastic, Members
 
+os.environ.setdefault("RUST_LOG", "error")  # else torchft prints several lines a step
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchft")
 coordination = pytest.importorskip(
     "torchft.coordination", reason="torchft is not installed: pip install '.[elastic]'"
@@ -234,7 +235,9 @@ def test_copies_on_two_hosts_and_a_lighthouse_that_returns(tmp_path: Path):
     steps, lost = 60, 8
     try:
         with network_namespaces.two_namespaces():
-            watch = threading.Thread(target=lighthouse_of_hosts, args=(tmp_path, 16, steps))
+            watch = threading.Thread(
+                target=lighthouse_of_hosts, args=(tmp_path, 16, steps), daemon=True
+            )
             watch.start()
             results = network_namespaces.jobs(
                 on_host, tmp_path, steps, {(1, lost): 1}, restarts=1, timeout=150
@@ -243,9 +246,8 @@ def test_copies_on_two_hosts_and_a_lighthouse_that_returns(tmp_path: Path):
     except network_namespaces.NotAllowedError as error:
         pytest.skip(f"no network namespaces here ({error})")
     members = members_by_step(tmp_path, steps)
-    want = expected(members)
-    for parts in results:
-        assert same([parts[stage][stage] for stage in range(2)], want)
+    want = [p.tolist() for p in expected(members)]
+    assert [[parts[stage][stage] for stage in range(2)] for parts in results] == [want] * 2
     assert members[:lost] == [[0, 1]] * lost and members[lost] == [0] and members[-1] == [0, 1]
     assert (tmp_path / "returned").exists()
 
@@ -253,7 +255,8 @@ def test_copies_on_two_hosts_and_a_lighthouse_that_returns(tmp_path: Path):
 def on_host(number: int, folder: Path, steps: int, kills: Kills) -> Any:
     address = f"http://{network_namespaces.SIDES[0][2]}:29510"
     os.environ |= {LIGHTHOUSE: address, COPY: str(number), COPIES: "2"}
-    return train(folder, steps, kills, 0.12, ranks=2)
+    params = train(folder, steps, kills, 0.12, ranks=2)
+    return [p if p is None else p.tolist() for p in params]
 
 
 def lighthouse_of_hosts(folder: Path, step: int, steps: int) -> None:
@@ -371,6 +374,50 @@ def test_a_copy_that_does_not_answer_has_no_share_and_returns(lighthouse: str):
 
     steps, found = together(goes_on, lambda: two.join([0], 0))
     assert found == ([1], steps)
+
+
+def test_a_member_that_fails_frees_those_that_wait_for_it(lighthouse: str):
+    """Its connections end, although its process goes on."""
+    three = members_of(lighthouse, 3, timeout=60.0)
+    together(*(partial(each.join, [0], 0) for each in three))
+    begin = time.monotonic()
+    three[2]._lost(RuntimeError("a connection failed"))
+    assert together(*(partial(each.mean, [torch.ones(1)]) for each in three[:2])) == [None] * 2
+    assert time.monotonic() - begin < 20
+    for each in three:
+        each.leave()
+
+
+def test_a_member_that_is_lost_before_it_connects(lighthouse: str):
+    class Silent(Members):
+        def configure(self, *args: object) -> None:
+            pass
+
+    one = Members(Elastic(0, 2, lighthouse, 60.0), fpipe.local(1))
+    two = Silent(Elastic(1, 2, lighthouse, 60.0), fpipe.local(1))
+    begin = time.monotonic()
+    one._last = 1  # not the first step, which waits for all
+    together(lambda: one.join([0], 1), lambda: (two._start(begin + 60), time.sleep(1), two.leave()))
+    assert one.copies == (0,) and time.monotonic() - begin < 25
+    one.leave()
+
+
+def test_ranks_of_a_copy_agree_on_its_members(lighthouse: str):
+    """Another rank has no answer of torchft: this one asks again too."""
+
+    class Two:
+        here, size, failures = (0,), 1, ["no answer", None]
+
+        def gather_objects(self, mine: Any) -> list[Any]:
+            if isinstance(mine, tuple) and mine[0] is None:
+                return [mine, (self.failures.pop(0), False)]
+            return [mine]
+
+    one = Members(Elastic(0, 1, lighthouse, 10.0), cast(Any, Two()))
+    before = one._manager
+    one._start(time.monotonic() + 10)
+    assert Two.failures == [] and one._manager is not before
+    one.leave()
 
 
 def test_one_step_of_two_histories_counts(lighthouse: str):
