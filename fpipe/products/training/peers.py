@@ -115,7 +115,7 @@ class Peers(NamedTuple):
             if takes and isinstance(leaf, Tensor) and isinstance(sent, Tensor):
                 sent = sent.to(leaf.device)
             leaves.append(sent if takes else leaf)
-        return unflatten(spec, leaves)
+        return unflatten(spec, leaves) if takes else state
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():

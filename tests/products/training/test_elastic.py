@@ -157,13 +157,13 @@ def run_copies(
 
 
 def members_by_step(folder: Path, steps: int) -> list[list[int]]:
-    rows = [
-        json.loads(line) for path in folder.glob("log-*") for line in path.read_text().splitlines()
-    ]
-    assert sorted(row["step"] for row in rows) == list(range(1, steps + 1)), (
-        "each step is logged once"
-    )
-    return [row["copies"] for row in sorted(rows, key=lambda row: row["step"])]
+    """By the log. A copy that begins to write it repeats the last step."""
+    rows = {}
+    for path in sorted(folder.glob("log-*"), reverse=True):
+        for row in map(json.loads, path.read_text().splitlines()):
+            assert rows.setdefault(row["step"], row)["copies"] == row["copies"]
+    assert sorted(rows) == list(range(1, steps + 1)), "each step is logged"
+    return [rows[step]["copies"] for step in sorted(rows)]
 
 
 def expected(members: list[list[int]]) -> list[Tensor]:
@@ -521,6 +521,19 @@ def test_what_a_loop_refuses(tmp_path: Path):
     pipe = fpipe.pipeline([layer], loss=loss, microbatches=PARTS, group=fpipe.local(1))
     with pytest.raises(UnsupportedError, match="data must depend on the step and the copy alone"):
         fpipe.Loop(pipe, fpipe.sgd(0.1), elastic=elastic).run(first_params()[:1], Data(), 1)
+
+
+@pytest.mark.parametrize("written", [2, 3])
+def test_the_record_of_a_copy_that_was_lost_is_in_the_log(written: int, tmp_path: Path):
+    """It was lost after step 3 counted, before or after it wrote the record."""
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, written + 1)))
+    pipe = fpipe.pipeline([layer], loss=loss, microbatches=PARTS, group=fpipe.local(1))
+    log = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path)._logger(3, {"step": 3, "copies": [0, 1]})
+    assert log is not None
+    log({"step": 4})
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[2]["copies"] == [0, 1]
 
 
 #: One copy fails once.
