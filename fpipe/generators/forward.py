@@ -75,8 +75,7 @@ def forwards_of(schedule: Schedule, source: object) -> Schedule:
     ``source`` is what the caller gave for it. A named schedule may get another order. A Schedule of
     the caller, or of a file or function, keeps its order.
     """
-    named = isinstance(source, str) and not is_path(source)
-    if named:
+    if isinstance(source, str) and not is_path(source):
         return forwards_alone(schedule)
     return schedule.only("F")
 

@@ -67,10 +67,7 @@ def schedule_in(text: str, name: str, track: Track = iter) -> Schedule:
     >>> schedule_in("[0F0, 0B0]", "plan")
     Schedule(plan, ranks=1, microbatches=1, stages=1)
     """
-    if text[:4096].lstrip(" \t\r\n").startswith("["):
-        parse = parse_rows
-    else:
-        parse = parse_csv
+    parse = parse_rows if text[:4096].lstrip(" \t\r\n").startswith("[") else parse_csv
     return Schedule(parse(text, track), name=name)
 
 

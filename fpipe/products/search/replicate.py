@@ -19,8 +19,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ... import Costs, Schedule
+from ...actions import feature
 from ...errors import ScheduleError
-from ...generators import with_replicas
 from .bounds import Bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST
@@ -138,7 +138,9 @@ def solve_replicated(
     limit = limits(memory, ranks)
     fitting: list[tuple[float, int, Schedule]] = []
     for number, name in enumerate(NAMES):
-        schedule = with_replicas(name, found.groups, found.copies, microbatches, passes)
+        schedule = feature("replicas").replicated(
+            name, found.groups, found.copies, microbatches, passes
+        )
         line = schedule.simulate(costs)
         if all(held <= most * ALMOST for held, most in zip(line.peak_bytes, limit, strict=True)):
             fitting.append((line.span, number, schedule))

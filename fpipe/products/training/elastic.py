@@ -108,10 +108,7 @@ class Members:
         rank = self._group.here[0] // len(self._group.here)
         host = _host(self._elastic.lighthouse)
         self._store = store(host) if rank == 0 else None
-        if self._store is None:
-            address = None
-        else:
-            address = (host, self._store.port)
+        address = None if self._store is None else (host, self._store.port)
         host, port = self._group.gather_objects(address)[0]
         seconds = timedelta(seconds=self._elastic.timeout)
         try:
@@ -208,15 +205,15 @@ class Members:
             try:
                 self._manager.start_quorum(allow_heal=False)
             except (RuntimeError, TimeoutError) as error:
-                failure = str(error)
-            found = self._group.gather_objects((failure, time.monotonic() > end))
-            failures = [failure for failure, _ in found if failure is not None]
+                failure = time.monotonic() > end, str(error)
+            failures = [each for each in self._group.gather_objects(failure) if each is not None]
             if not failures:
                 return
-            if any(over for _, over in found):
+            over, text = max(failures)
+            if over:
                 raise GroupError(
                     f"the lighthouse at {self._elastic.lighthouse} or a process of this copy did "
-                    f"not answer for {self._elastic.timeout:g} s: {failures[0]}"
+                    f"not answer for {self._elastic.timeout:g} s: {text}"
                 )
             self._manager.shutdown()  # after an error it has no further quorum
             self._manager = self._connected()
@@ -267,8 +264,7 @@ class Members:
         """Connect to new members."""
         self._changed = True
         copies = tuple(number // group_world_size for number in global_ranks)
-        seconds = timedelta(seconds=self._elastic.timeout)
-        self._peers = Peers.connect(store_addr, rank, copies, quorum_id, seconds)
+        self._peers = Peers.connect(store_addr, rank, copies, quorum_id, self._elastic.timeout)
 
     def errored(self) -> Exception | None:
         """Nothing fails behind the program."""

@@ -403,13 +403,12 @@ class Loop:
         """
         if not self._first:
             return None
-        missed = [last] if last.get("step") == step else []
+        missed = last.get("step") == step
         log = self.log
         if log is None and self.path is not None:
-            log = log_to(Path(self.path) / "log.jsonl", step - len(missed))
-        if log is not None:
-            for record in missed:
-                log(record)
+            log = log_to(Path(self.path) / "log.jsonl", step - missed)
+        if log is not None and missed:
+            log(last)
         return log
 
 

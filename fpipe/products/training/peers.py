@@ -46,14 +46,14 @@ class Peers(NamedTuple):
         rank: int,
         copies: tuple[int, ...],
         quorum: int,
-        timeout: timedelta,
+        timeout: float,
     ) -> Peers:
         """Connect to the others through a store of torchft."""
         from torchft.process_group import create_store_client  # torchft is an extra
 
         store = create_store_client(address, PROMPT)
         gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), PROMPT)
-        return cls(copies, quorum, timeout, gloo)
+        return cls(copies, quorum, timedelta(seconds=timeout), gloo)
 
     def closed(self) -> Peers:
         """Without connections. Gloo closes them when nothing refers to it, not when told to abort;

@@ -406,12 +406,10 @@ def test_ranks_of_a_copy_agree_on_its_members(lighthouse: str):
     """Another rank has no answer of torchft: this one asks again too."""
 
     class Two:
-        here, size, failures = (0,), 1, ["no answer", None]
+        here, size, failures = (0,), 1, [(False, "no answer"), None]
 
         def gather_objects(self, mine: Any) -> list[Any]:
-            if isinstance(mine, tuple) and mine[0] is None:
-                return [mine, (self.failures.pop(0), False)]
-            return [mine]
+            return [mine, self.failures.pop(0)] if mine is None else [mine]
 
     one = Members(Elastic(0, 1, lighthouse, 10.0), cast(Any, Two()))
     before = one._manager
