@@ -144,7 +144,7 @@ def make_schedule(
     """
     counts = {"ranks": ranks, "microbatches": microbatches, "slices": slices, "stages": stages}
     for what, count in counts.items():
-        if not _is_count(count) and (what, count) != ("stages", None):
+        if (what, count) != ("stages", None) and (type(count) is not int or count < 1):
             raise wrong_count(what, count)
     entry = ENTRIES.get(key(name))
     if entry is None:
@@ -168,10 +168,6 @@ def make_schedule(
         if entry.orders_slices:
             return entry.make(ranks, microbatches, count, slices)
         return entry.make(ranks, microbatches, count).sliced(slices)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def schedule_from(

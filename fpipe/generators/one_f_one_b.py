@@ -54,7 +54,7 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2]
     """
-    return _made("1F1B", ranks, microbatches, stages, 1)
+    return one_chunk_a_rank("1F1B", patterns(ranks, microbatches, 1), microbatches, stages)
 
 
 def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -64,7 +64,7 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedu
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
     """
-    return _made("Eager1F1B", ranks, microbatches, stages, 2)
+    return one_chunk_a_rank("Eager1F1B", patterns(ranks, microbatches, 2), microbatches, stages)
 
 
 def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Schedule:
@@ -74,16 +74,8 @@ def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int
     [0F0.0, 0F0.1, 0F1.0, 0B0.1, 0F1.1, 0B0.0, 0B1.1, 0B1.0]
     [1F0.0, 1F0.1, 1B0.1, 1F1.0, 1B0.0, 1F1.1, 1B1.1, 1B1.0]
     """
-    return _made("Seq1F1B", ranks, microbatches, stages, 1, slices)
-
-
-def _made(
-    name: str, ranks: int, microbatches: int, stages: int, step: int, slices: int = 1
-) -> Schedule:
-    """Each rank warms up with ``step`` forwards fewer than the rank before it."""
-    warm_ups = [step * (ranks - 1 - rank) + slices for rank in range(ranks)]
-    patterns = [one_forward_one_backward(microbatches * slices, warm_up) for warm_up in warm_ups]
-    return one_chunk_a_rank(name, patterns, microbatches, stages, slices)
+    rows = patterns(ranks, microbatches * slices, 1, slices)
+    return one_chunk_a_rank("Seq1F1B", rows, microbatches, stages, slices)
 
 
 def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -102,6 +94,17 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
         pattern = "F" * first + "X" * (microbatches - first) + "B" * first
         rows.append(tuple([next(tapes[letter]) for letter in pattern]))
     return Schedule(rows, Placement.loop(ranks), microbatches, "Overlapped1F1B")
+
+
+def patterns(ranks: int, microbatches: int, step: int, last: int = 1) -> list[str]:
+    """Those of ranks of which the last one runs ``last`` forwards first, and each one before it
+    ``step`` more.
+
+    >>> patterns(2, 3, step=1)
+    ['FFBFBB', 'FBFBFB']
+    """
+    warm_ups = [step * after + last for after in reversed(range(ranks))]
+    return [one_forward_one_backward(microbatches, warm_up) for warm_up in warm_ups]
 
 
 def one_forward_one_backward(microbatches: int, warm_up: int) -> str:
