@@ -88,4 +88,4 @@ def forwards_first(schedule: Schedule) -> Schedule:
     """
     both = zip(schedule.only("F"), schedule.only("BIW"), strict=True)
     rows = tuple((*forwards, *backwards) for forwards, backwards in both)
-    return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
+    return replace(schedule, rows=rows)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 COPY = "REPLICA_GROUP_ID"
 COPIES = "NUM_REPLICA_GROUPS"
-#: What a request for the members may take, and more than ``PROMPT``: a member that was not there
-#: when another one connected waits for it. A request is lost with the lighthouse, and made again.
-_ANSWER = timedelta(seconds=5)
+#: What a request for the members may take. It is lost with the lighthouse, and made again. It waits
+#: longer than ``PROMPT`` and the silence after which a copy is lost.
+_ANSWER = timedelta(seconds=5.5)
 _PAUSE = 0.05  #: seconds between two attempts to meet
 
 
@@ -228,8 +228,7 @@ class Members:
             self._lost(failure)
             return None
         try:
-            rows = self._peers.gathered(torch.tensor([*mine, waits]))
-            marks = [[int(number) for number in row] for row in rows]
+            marks = [row.tolist() for row in self._peers.gathered(torch.tensor([*mine, waits]))]
             # of steps of one number, that counts which was done by those who met last
             latest = max(mark[:2] for mark in marks)
             source = next(n for n, mark in enumerate(marks) if mark[:2] == latest)

@@ -7,6 +7,7 @@ is lost. This module must not know what is sent, nor how members are chosen.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import reduce
@@ -48,9 +49,12 @@ class Peers(NamedTuple):
         quorum: int,
         timeout: float,
     ) -> Peers:
-        """Connect to the others through a store of torchft."""
+        """Connect to the others through a store of torchft; OSError if it is gone."""
         from torchft.process_group import create_store_client  # torchft is an extra
 
+        host, _, port = address.partition("/")[0].rpartition(":")
+        # raises at once if the store is gone, to which a client would try to connect three times
+        socket.create_connection((host, int(port)), PROMPT.total_seconds()).close()
         store = create_store_client(address, PROMPT)
         gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), PROMPT)
         return cls(copies, quorum, timedelta(seconds=timeout), gloo)

@@ -29,6 +29,7 @@ from fpipe.products.command.cli import main
 from fpipe.products.command.copies import copies
 from fpipe.products.training import elastic as elastic_copies
 from fpipe.products.training.elastic import COPIES, COPY, LIGHTHOUSE, Elastic, Members
+from fpipe.products.training.peers import Peers
 
 os.environ.setdefault("RUST_LOG", "error")  # else torchft prints several lines a step
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchft")
@@ -400,6 +401,11 @@ def test_a_member_that_is_lost_before_it_connects(lighthouse: str):
     together(lambda: one.join([0], 1), lambda: (two._start(begin + 60), time.sleep(1), two.leave()))
     assert one.copies == (0,) and time.monotonic() - begin < 25
     one.leave()
+
+
+def test_a_store_that_is_gone_fails_at_once():
+    with pytest.raises(ConnectionRefusedError):
+        Peers.connect("127.0.0.1:1/torchft", 0, (0, 1), 1, 60.0)
 
 
 def test_ranks_of_a_copy_agree_on_its_members(lighthouse: str):
