@@ -144,10 +144,7 @@ def _letters(passes: list[_Pass], block: Block) -> Iterator[str]:
     nothing ("").
     """
     first, _, second_back, first_back = passes
-    if block.slack:
-        early = (first_back, second_back, first)
-    else:
-        early = (first_back, second_back)
+    early = (first_back, second_back, first) if block.slack else (first_back, second_back)
     left = list(passes)
     waiting = deque[str]()
     held = live = 0  # activations, until W and until I
@@ -174,8 +171,8 @@ def _letters(passes: list[_Pass], block: Block) -> Iterator[str]:
         chosen.microbatch = microbatch + 1
         chosen.place += _PERIOD
         if chosen.letter in "Ff":
-            held = held + 1
-            live = live + 1
+            held += 1
+            live += 1
         else:
             live -= 1
             waiting.append("w" if chosen is second_back else "W")

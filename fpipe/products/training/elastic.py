@@ -206,7 +206,7 @@ class Members:
                 self._manager.start_quorum(allow_heal=False)
             except (RuntimeError, TimeoutError) as error:
                 failure = time.monotonic() > end, str(error)
-            failures = [each for each in self._group.gather_objects(failure) if each is not None]
+            failures = list(filter(None, self._group.gather_objects(failure)))
             if not failures:
                 return
             over, text = max(failures)
