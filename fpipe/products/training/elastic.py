@@ -117,7 +117,6 @@ class Members:
                 load_state_dict=None,
                 state_dict=None,
                 min_replica_size=1,
-                use_async_quorum=False,
                 init_sync=False,
                 timeout=seconds,
                 quorum_timeout=min(seconds, _ANSWER),
@@ -202,8 +201,10 @@ class Members:
         """Let torchft find the members, also if the lighthouse is away for some time."""
         while True:
             failure = None
+            self._manager.start_quorum(allow_heal=False)
+            self._group.barrier()  # as in ``mean``
             try:
-                self._manager.start_quorum(allow_heal=False)
+                self._manager.wait_quorum()
             except (RuntimeError, TimeoutError) as error:
                 failure = time.monotonic() > end, str(error)
             failures = list(filter(None, self._group.gather_objects(failure)))

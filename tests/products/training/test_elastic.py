@@ -417,6 +417,9 @@ def test_ranks_of_a_copy_agree_on_its_members(lighthouse: str):
         def gather_objects(self, mine: Any) -> list[Any]:
             return [mine, self.failures.pop(0)] if mine is None else [mine]
 
+        def barrier(self) -> None:
+            pass
+
     one = Members(Elastic(0, 1, lighthouse, 10.0), cast(Any, Two()))
     before = one._manager
     one._start(time.monotonic() + 10)
