@@ -148,8 +148,7 @@ def make_schedule(
             raise wrong_count(what, count)
     entry = ENTRIES.get(key(name))
     if entry is None:
-        names = (*schedule_names(), *ALIASES)
-        raise unknown_name(name, {key(known): known for known in names})
+        raise unknown_name(name, {key(known): known for known in (*schedule_names(), *ALIASES)})
     if replicas is not None:
         of_stages = feature("replicas")
         copies = of_stages.checked(replicas, ranks, stages)

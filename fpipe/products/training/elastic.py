@@ -108,7 +108,7 @@ class Members:
         rank = self._group.here[0] // len(self._group.here)
         host = _host(self._elastic.lighthouse)
         self._store = store(host) if rank == 0 else None
-        address = None if self._store is None else (host, self._store.port)
+        address = self._store and (host, self._store.port)
         host, port = self._group.gather_objects(address)[0]
         seconds = timedelta(seconds=self._elastic.timeout)
         try:
@@ -241,7 +241,7 @@ class Members:
             self._lost(error)
             return None
         step, last = latest
-        few = last == 0 and len(marks) < self._elastic.copies
+        few = not last and len(marks) < self._elastic.copies
         return state, step, last, few and all(waiting for *_, waiting in marks)
 
     def _lost(self, error: Exception) -> None:

@@ -327,11 +327,11 @@ class Loop:
             if done is None:
                 continue
             loss, now = done
-            if log is not None or members is not None:
+            if log is not None or members:
                 seconds = round(time.perf_counter() - began, 6)
                 last = {"step": now.step, "loss": loss.item(), "seconds": seconds}
                 last |= of_step(self._of_tx(now))
-                if members is not None:
+                if members:
                     last["copies"] = list(members.copies)
             if log is not None:
                 log(last)
