@@ -595,7 +595,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
     "schedules": (
         "Schedules as data",
         "Medians, of the time of the processor, without torch. Large schedules are columns of "
-        "numpy. Each large case is a process of its own.",
+        "numpy. Each large case is a process of its own: the round that took least.",
         _schedules,
     ),
     "solver": ("Solver", _SOLVER, _solver),
