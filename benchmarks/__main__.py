@@ -64,7 +64,7 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "schedules": (
         "bench_schedules",
         (),
-        ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", ""),
+        ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", "0"),
     ),
     "solver": ("bench_solver", (), ("--seconds", "0.2", "--cases", "1", "--rounds", "1")),
     "optimizer": ("bench_optimizer", (), ("--rounds", "2", "--sides", "32")),

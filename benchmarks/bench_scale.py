@@ -108,10 +108,11 @@ made = make_schedule(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 start, busy = time.perf_counter(), time.process_time()
 made.check().simulate().total
 took, worked = time.perf_counter() - start, time.process_time() - busy
+held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # before all actions are made
 unit = 1 if sys.platform == "darwin" else 1024
 print(json.dumps({"actions": sum(map(len, made)), "check + simulate s": took,
                   "check + simulate cpu s": worked,
-                  "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}))
+                  "GiB": held * unit / 2**30}))
 """
 
 

@@ -1,14 +1,17 @@
-"""The time to build, check and simulate schedules: medians of alternating rounds.
+"""The time to build, check and simulate schedules, of the processor: medians of alternating rounds.
 
-Also one large case in its own process, with its peak memory. Torch is never imported.
+Also large cases, each in its own process, with its peak memory, and ``fpipe compare``. Torch is
+never imported.
 
-    python -m benchmarks.bench_schedules [--ranks 64] [--microbatches 512] [--rounds 5] [--json
-    FILE]
+    python -m benchmarks.bench_schedules [--ranks 64] [--microbatches 512] [--rounds 5]
+                                         [--large 3] [--json FILE]
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -21,13 +24,22 @@ from fpipe.errors import ScheduleError
 from fpipe.generators import make_schedule, schedule_names
 
 STEPS = ("make", "check", "simulate", "figures")
+#: (schedule, ranks, microbatches) -> seconds of the processor and GiB that it may take
+LARGE = {
+    ("1F1B", 256, 2048): (0.4, 1.0),
+    ("ZBVZeroBubble", 256, 2048): (1.0, 1.0),
+    ("1F1B", 1024, 8192): (8.0, 1.0),
+}
+COMPARE = ("compare", "--ranks", "64", "--microbatches", "512"), 3.0
 
 
-def clocked(times: list[float], call: Callable[[], object]) -> object:
+def clocked(
+    times: list[float], call: Callable[[], object], clock: Callable[[], float] = time.process_time
+) -> object:
     """Call, and append the seconds that it took."""
-    before = time.perf_counter()
+    before = clock()
     value = call()
-    times.append(time.perf_counter() - before)
+    times.append(clock() - before)
     return value
 
 
@@ -67,27 +79,59 @@ def measure(
     return table
 
 
-LARGE = """
-import resource, time
+SCRIPT = """
+import json, resource, sys, time
 from fpipe.generators import make_schedule
-made = make_schedule("{name}", {ranks}, {microbatches})
-before = time.perf_counter()
-total = made.check().simulate().total
-seconds = time.perf_counter() - before
-print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sum(map(len, made)))
+times = [time.process_time()]
+made = make_schedule(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+times.append(time.process_time())
+made.check().simulate().total
+times.append(time.process_time())
+held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # before all actions are made
+unit = 1 if sys.platform == "darwin" else 1024
+print(json.dumps({"actions": sum(map(len, made)), "make": times[1] - times[0],
+                  "check + simulate": times[2] - times[1], "all": times[2] - times[0],
+                  "GiB": held * unit / 2**30}))
 """
 
 
 def large(name: str, ranks: int, microbatches: int) -> dict[str, float]:
-    """Seconds of check and simulate, the most bytes held, and the count of actions; in a fresh
-    process.
+    """Seconds of the processor to make, and to check and simulate, and GiB; in a fresh process."""
+    command = [sys.executable, "-c", SCRIPT, name, str(ranks), str(microbatches)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def compare() -> dict[str, float]:
+    """Seconds of the processor of ``fpipe compare``."""
+    command = [sys.executable, "-m", "fpipe", *COMPARE[0]]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"all": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
+def large_cases(rounds: int) -> list[dict[str, object]]:
+    """Of each large case and of ``fpipe compare``: the round that took least, since other work on
+    the machine only adds, and what it may take.
     """
-    script = LARGE.format(name=name, ranks=ranks, microbatches=microbatches)
-    out = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
-    ).stdout.split()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"check + simulate": float(out[0]), "bytes": int(out[1]) * unit, "actions": int(out[2])}
+    found: dict[str, list[dict[str, float]]] = {}
+    most = {}
+    for _ in range(rounds):
+        for (name, ranks, microbatches), limits in LARGE.items():
+            case = f"{name}, {ranks:,} ranks, {microbatches:,} microbatches"
+            found.setdefault(case, []).append(large(name, ranks, microbatches))
+            most[case] = {"at most s": limits[0], "at most GiB": limits[1]}
+        case = f"`fpipe {' '.join(COMPARE[0])}`"
+        found.setdefault(case, []).append(compare())
+        most[case] = {"at most s": COMPARE[1]}
+    return [
+        {
+            "case": case,
+            **min(rows, key=lambda row: row["all"]),
+            **most[case],
+        }
+        for case, rows in found.items()
+    ]
 
 
 def start_up() -> float:
@@ -98,6 +142,7 @@ def start_up() -> float:
             clocked(
                 times,
                 lambda script=script: subprocess.run([sys.executable, "-c", script], check=True),
+                time.perf_counter,
             )
     return statistics.median(full) - statistics.median(empty)
 
@@ -106,19 +151,16 @@ def main() -> None:
     """Print the table, or JSON."""
     parser = options(__doc__, ranks=64, microbatches=512, rounds=5)
     parser.add_argument("names", nargs="*", help="schedules; all by default")
-    parser.add_argument(
-        "--large", default="256x2048", help="ranks x microbatches of the large 1F1B; empty for none"
-    )
+    parser.add_argument("--large", type=int, default=3, help="rounds of the large cases; 0: none")
     given = parser.parse_args()
     table = measure(
         given.names or list(schedule_names()), given.ranks, given.microbatches, given.rounds
     )
-    found: dict[str, object] = {"schedules": table, "import": start_up()}
-    if given.large:
-        found["large"] = large("1F1B", *map(int, given.large.split("x")))
+    cases = large_cases(given.large)
+    found: dict[str, object] = {"schedules": table, "import": start_up(), "large": cases}
     print(
-        f"{given.ranks} ranks, {given.microbatches} microbatches, seconds (median of "
-        f"{given.rounds})\n"
+        f"{given.ranks} ranks, {given.microbatches} microbatches, seconds of the processor (median "
+        f"of {given.rounds})\n"
     )
     columns = ("actions", *STEPS, "all")
     print(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + "   (all: without figures)")
@@ -126,13 +168,9 @@ def main() -> None:
         cells = (f"{row[c]:>10}" if c == "actions" else f"{row[c]:>10.3f}" for c in columns)
         print(f"{name:22}" + "".join(cells))
     print(f"\nimport fpipe.schedule: {found['import']:.3f} s beyond an empty Python")
-    if given.large:
-        big: dict[str, float] = found["large"]  # type: ignore[assignment]
-        print(
-            f"1F1B {given.large}: {big['actions']:.0f} actions, check + simulate "
-            f"{big['check + simulate']:.2f} s, "
-            f"at most {big['bytes'] / 2**30:.2f} GiB"
-        )
+    for row in cases:
+        memory = f", {row['GiB']:.2f} GiB" if "GiB" in row else ""
+        print(f"{row['case']}: {row['all']:.2f} s of the processor{memory}")
     save(found, given.json)
 
 

@@ -332,6 +332,23 @@ def _schedules(found: Any) -> Iterator[str]:
     yield from _table(
         ("64 ranks, 512 microbatches", "actions", *(f"{c} ms" for c in columns)), lines
     )
+    yield ""
+    heads = "", "actions", "make s", "check, simulate s", "all s", "at most", "GiB", "at most"
+    yield from _table(
+        heads,
+        [
+            [
+                row["case"],
+                f"{row['actions']:,}" if "actions" in row else "",
+                *(f"{row[c]:.2f}" if c in row else "" for c in ("make", "check + simulate")),
+                _kept(row["all"], row["at most s"], f"{row['all']:.2f}"),
+                f"{row['at most s']:g}",
+                _kept(row["GiB"], row["at most GiB"], f"{row['GiB']:.2f}") if "GiB" in row else "",
+                f"{row['at most GiB']:g}" if "GiB" in row else "",
+            ]
+            for row in found["large"]
+        ],
+    )
 
 
 def _optimizer(found: Any) -> Iterator[str]:
@@ -595,7 +612,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
     "scale": ("Scale", _SCALE, _scale),
     "schedules": (
         "Schedules as data",
-        "Medians of five, in plain Python, without torch.",
+        "Medians, of the time of the processor, without torch. Large schedules are columns of "
+        "numpy. Each large case is a process of its own: the round that took least.",
         _schedules,
     ),
     "solver": ("Solver", _SOLVER, _solver),

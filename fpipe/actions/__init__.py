@@ -9,6 +9,7 @@ from .action import Action, AnyAction, Placement, Row, plain
 from .action_kinds import KINDS, OPS, Op
 from .costs import Costs, as_costs
 from .dependencies import uncollected
+from .product import feature
 from .progress_line import Track, progress
 from .text import counted, number
 from .text_files import read_bytes, write_bytes
@@ -28,6 +29,7 @@ __all__ = [
     "Wait",
     "as_costs",
     "counted",
+    "feature",
     "number",
     "plain",
     "progress",

@@ -11,7 +11,7 @@ keeps of one microbatch, from its F to its W or B.
 """
 
 from .catalogue import is_path, make_schedule, schedule_from, schedule_names
-from .registry import about_schedule, orders_slices, register_schedule, with_replicas
+from .registry import about_schedule, orders_slices, register_schedule
 from .sources import Source, read_schedule, schedule_in
 
 __all__ = [
@@ -25,5 +25,4 @@ __all__ = [
     "schedule_from",
     "schedule_in",
     "schedule_names",
-    "with_replicas",
 ]

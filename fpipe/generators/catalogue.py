@@ -144,12 +144,11 @@ def make_schedule(
     """
     counts = {"ranks": ranks, "microbatches": microbatches, "slices": slices, "stages": stages}
     for what, count in counts.items():
-        if (type(count) is not int or count < 1) and (what, count) != ("stages", None):
+        if (what, count) != ("stages", None) and (type(count) is not int or count < 1):
             raise wrong_count(what, count)
     entry = ENTRIES.get(key(name))
     if entry is None:
-        names = (*schedule_names(), *ALIASES)
-        raise unknown_name(name, {key(known): known for known in names})
+        raise unknown_name(name, {key(known): known for known in (*schedule_names(), *ALIASES)})
     if replicas is not None:
         of_stages = feature("replicas")
         copies = of_stages.checked(replicas, ranks, stages)

@@ -86,6 +86,5 @@ def forwards_first(schedule: Schedule) -> Schedule:
     >>> print(forwards_first(Schedule.parse("[0F0, 0B0, 0F1, 0B1]")))
     [0F0, 0F1, 0B0, 0B1]
     """
-    both = zip(schedule.only("F"), schedule.only("BIW"), strict=True)
-    rows = tuple((*forwards, *backwards) for forwards, backwards in both)
-    return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
+    rows = tuple((*f, *b) for f, b in zip(schedule.only("F"), schedule.only("BIW"), strict=True))
+    return replace(schedule, rows=rows)

@@ -24,6 +24,5 @@ def make_gpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1F1, 1B0, 1B1]
     """
-    return one_chunk_a_rank(
-        "GPipe", ["F" * microbatches + "B" * microbatches] * ranks, microbatches, stages
-    )
+    pattern = "F" * microbatches + "B" * microbatches
+    return one_chunk_a_rank("GPipe", [pattern] * ranks, microbatches, stages)

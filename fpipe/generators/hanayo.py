@@ -41,10 +41,8 @@ def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:
     rows = []
     for rank in range(ranks):
         chunks = placement.stages_of(rank)
-        legs: list[Leg] = [
-            *((chunk, "F", units) for chunk in chunks),
-            *((chunk, "B", units) for chunk in reversed(chunks)),
-        ]
+        legs: list[Leg] = [(chunk, "F", units) for chunk in chunks]
+        legs.extend((chunk, "B", units) for chunk in reversed(chunks))
         count = len(chunks) * drawn
         rows.append(two_streams(ranks - rank, count, stream(legs[::2]), stream(legs[1::2])))
     kept = keep_microbatches(rows, drawn, range(microbatches))

@@ -105,7 +105,6 @@ def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 2F0, 2F1, 2B1, 2B0, 0B1, 0B0]
     [1F0, 1F1, 3F0, 3F1, 3B1, 3B0, 1B1, 1B0]
     """
-    chunks = stages // ranks
-    order = [(c, m) for c in range(chunks) for m in range(microbatches)]
+    order = [(chunk, m) for chunk in range(stages // ranks) for m in range(microbatches)]
     patterns = ["F" * len(order) + "B" * len(order)] * ranks
     return _looped("LoopedBFS", patterns, order, order[::-1], microbatches)

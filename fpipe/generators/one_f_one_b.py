@@ -41,11 +41,9 @@ With one slice this is 1F1B.
 
 from __future__ import annotations
 
-from itertools import islice
-
-from ..actions.action import Fused, Placement, Row
+from ..actions.action import Placement, Row
 from ..schedule import Schedule
-from .patterns import actions
+from .patterns import actions, fused
 from .shapes import one_chunk_a_rank
 
 
@@ -56,8 +54,7 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2]
     """
-    patterns = [one_forward_one_backward(microbatches, ranks - rank) for rank in range(ranks)]
-    return one_chunk_a_rank("1F1B", patterns, microbatches, stages)
+    return one_chunk_a_rank("1F1B", patterns(ranks, microbatches, 1), microbatches, stages)
 
 
 def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -67,10 +64,7 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedu
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
     """
-    patterns = [
-        one_forward_one_backward(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)
-    ]
-    return one_chunk_a_rank("Eager1F1B", patterns, microbatches, stages)
+    return one_chunk_a_rank("Eager1F1B", patterns(ranks, microbatches, 2), microbatches, stages)
 
 
 def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Schedule:
@@ -80,9 +74,8 @@ def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int
     [0F0.0, 0F0.1, 0F1.0, 0B0.1, 0F1.1, 0B0.0, 0B1.1, 0B1.0]
     [1F0.0, 1F0.1, 1B0.1, 1F1.0, 1B0.0, 1F1.1, 1B1.1, 1B1.0]
     """
-    warm_ups = [ranks - rank + slices - 1 for rank in range(ranks)]
-    patterns = [one_forward_one_backward(microbatches * slices, warm_up) for warm_up in warm_ups]
-    return one_chunk_a_rank("Seq1F1B", patterns, microbatches, stages, slices)
+    rows = patterns(ranks, microbatches * slices, 1, slices)
+    return one_chunk_a_rank("Seq1F1B", rows, microbatches, stages, slices)
 
 
 def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -97,12 +90,21 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
         first = min(microbatches, 2 * (ranks - rank) - 1)
         forwards = actions(rank, "F", range(microbatches))
         backwards = actions(rank, "B", range(microbatches))
-        warm_up = tuple(islice(forwards, first))
-        steady = tuple(
-            map(Fused, zip(forwards, islice(backwards, microbatches - first), strict=True))
-        )
-        rows.append((*warm_up, *steady, *backwards))
+        tapes = {"F": forwards, "B": backwards, "X": fused(forwards, backwards)}
+        pattern = "F" * first + "X" * (microbatches - first) + "B" * first
+        rows.append(tuple([next(tapes[letter]) for letter in pattern]))
     return Schedule(rows, Placement.loop(ranks), microbatches, "Overlapped1F1B")
+
+
+def patterns(ranks: int, microbatches: int, step: int, last: int = 1) -> list[str]:
+    """Those of ranks of which the last one runs ``last`` forwards first, and each one before it
+    ``step`` more.
+
+    >>> patterns(2, 3, step=1)
+    ['FFBFBB', 'FBFBFB']
+    """
+    warm_ups = [step * after + last for after in reversed(range(ranks))]
+    return [one_forward_one_backward(microbatches, warm_up) for warm_up in warm_ups]
 
 
 def one_forward_one_backward(microbatches: int, warm_up: int) -> str:

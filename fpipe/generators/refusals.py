@@ -18,10 +18,8 @@ def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
     """The error for an unknown name. ``known`` maps the keys of the known names to the names."""
     # a class of torch.distributed.pipelining, such as Schedule1F1B
     short = str(name).lower().removeprefix("schedule")
-    close = difflib.get_close_matches(short, known, n=3, cutoff=0.5)
-    if short in known:
-        close = [short]
     remedy = f"there are {', '.join(known.values())}"
+    close = [short] if short in known else difflib.get_close_matches(short, known, cutoff=0.5)
     if close:
         remedy = f"did you mean {' or '.join(known[near] for near in close)}?"
     return refuse_name(f"no schedule is called {name!r}; {remedy}")
@@ -59,8 +57,8 @@ def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> Sc
             rule="stages",
         )
     unit = ranks * step
-    above = -(-stages // unit) * unit
-    fits = f"{above - unit} or {above}" if above > unit else f"{above}"
+    below = stages // unit * unit
+    fits = f"{below} or {below + unit}" if below else f"{unit}"
     return ScheduleError(
         f"{name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give "
         f"stages={fits}, and a pipeline as many functions, or other ranks",

@@ -4,27 +4,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar, overload
 
-from ..actions.product import feature
 from ..schedule import Schedule
 from .catalogue import ENTRIES, Entry, key
 from .refusals import refuse_name
 
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
-
-
-def with_replicas(
-    name: str,
-    groups: Sequence[Sequence[int]],
-    copies: Sequence[int],
-    microbatches: int,
-    times: Sequence[float],
-) -> Schedule:
-    """See ``replicas.replicated``."""
-    return feature("replicas").replicated(name, groups, copies, microbatches, times)
 
 
 def about_schedule(name: str) -> str:

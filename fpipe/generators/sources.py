@@ -90,9 +90,7 @@ def make_registered(
                 f"{getattr(schedule, what)}; request that number, or correct the function",
                 rule=what,
             )
-    if schedule.slices == slices:
-        return schedule
-    return schedule.sliced(slices)
+    return schedule if schedule.slices == slices else schedule.sliced(slices)
 
 
 def called(fn: Callable[..., T], *counts: int, **keywords: object) -> T:

@@ -171,8 +171,8 @@ def _letters(passes: list[_Pass], block: Block) -> Iterator[str]:
         chosen.microbatch = microbatch + 1
         chosen.place += _PERIOD
         if chosen.letter in "Ff":
-            held = held + 1
-            live = live + 1
+            held += 1
+            live += 1
         else:
             live -= 1
             waiting.append("w" if chosen is second_back else "W")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..schedule import Schedule
-from .one_f_one_b import one_forward_one_backward
+from .one_f_one_b import patterns
 from .shapes import one_chunk_a_rank
 
 
@@ -41,16 +41,12 @@ def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def _made(name: str, ranks: int, microbatches: int, stages: int, step: int) -> Schedule:
-    """The schedule whose ranks hold at most ``step * ranks`` activations.
-
-    The warm-up of a rank has ``step`` forwards fewer than that of the rank before it.
-    """
-    warm_ups = [1 + step * (ranks - 1 - rank) for rank in range(ranks)]
-    whole = [one_forward_one_backward(microbatches, warm_up) for warm_up in warm_ups]
-    return one_chunk_a_rank(name, split_backwards(whole, step * ranks), microbatches, stages)
+    """The schedule whose ranks hold at most ``step * ranks`` activations."""
+    split = split_backwards(patterns(ranks, microbatches, step), step * ranks)
+    return one_chunk_a_rank(name, split, microbatches, stages)
 
 
-def split_backwards(patterns: Sequence[str], limit: int) -> list[str]:
+def split_backwards(whole: Sequence[str], limit: int) -> list[str]:
     """The patterns of ranks with I in place of B, and W where a rank would wait or lack memory.
 
     Each pass takes one slot, and a rank holds at most ``limit`` activations from F to W.
@@ -58,9 +54,9 @@ def split_backwards(patterns: Sequence[str], limit: int) -> list[str]:
     >>> split_backwards(["FFBB", "FBFB"], 2)
     ['FFIWIW', 'FIFIWW']
     """
-    left = [list(pattern.replace("B", "I"))[::-1] for pattern in patterns]
-    done = [{"F": 0, "I": 0, "W": 0} for _ in patterns]
-    rows = ["" for _ in patterns]
+    left = [list(pattern.replace("B", "I"))[::-1] for pattern in whole]
+    done = [{"F": 0, "I": 0, "W": 0} for _ in whole]
+    rows = ["" for _ in whole]
     while any(left):
         before = [dict(counts) for counts in done]
         for rank, counts in enumerate(before):

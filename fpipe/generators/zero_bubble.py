@@ -34,8 +34,7 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
-    patterns = [zero_bubble(microbatches, ranks - rank, lag=rank) for rank in range(ranks)]
-    return one_chunk_a_rank("ZBH1", patterns, microbatches, stages)
+    return _made("ZBH1", ranks, microbatches, stages, 1)
 
 
 def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -45,10 +44,7 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2]
     """
-    patterns = [
-        zero_bubble(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)
-    ]
-    return one_chunk_a_rank("ZBH2", patterns, microbatches, stages)
+    return _made("ZBH2", ranks, microbatches, stages, 2)
 
 
 def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Schedule:
@@ -58,11 +54,20 @@ def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) 
     [0F0.0, 0F0.1, 0I0.1, 0W0.1, 0I0.0, 0W0.0]
     [1F0.0, 1F0.1, 1I0.1, 1I0.0, 1W0.1, 1W0.0]
     """
+    return _made("SeqZBH1", ranks, microbatches, stages, 1, slices)
+
+
+def _made(
+    name: str, ranks: int, microbatches: int, stages: int, step: int, slices: int = 1
+) -> Schedule:
+    """Each rank warms up with ``step`` forwards fewer than the rank before it, and its Ws are as
+    many further behind.
+    """
     patterns = [
-        zero_bubble(microbatches * slices, ranks - rank + slices - 1, lag=rank)
+        zero_bubble(microbatches * slices, step * (ranks - 1 - rank) + slices, lag=step * rank)
         for rank in range(ranks)
     ]
-    return one_chunk_a_rank("SeqZBH1", patterns, microbatches, stages, slices)
+    return one_chunk_a_rank(name, patterns, microbatches, stages, slices)
 
 
 def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:

@@ -6,8 +6,9 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +18,7 @@ from fpipe.products.training.launch import _context
 
 PROCESSES = _context("forkserver", None)
 _NEWNET = 0x40000000  # CLONE_NEWNET
+Side = tuple[str, str, str]
 #: namespace, its end of the link, its address; the process id separates concurrent runs of the
 #: tests
 SIDES = tuple(
@@ -59,19 +61,33 @@ def launch(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout: float = 
     """As torchrun does on two hosts, call a function on ``nproc`` processes of each; return the
     results by rank.
     """
+    parts = on_each(partial(_agent, SIDES, 2, nproc, 0, fn, args), timeout)
+    results = parts[0] | parts[1]
+    return [results[rank] for rank in sorted(results)]
+
+
+def jobs(fn: Callable[..., Any], *args: Any, restarts: int, timeout: float = 110) -> list[Any]:
+    """As torchrun does on each of two hosts alone, call ``fn(number of the host, *args)`` on two
+    processes, which start again where one fails; return the results by host and rank.
+    """
+    return on_each(partial(_agent, SIDES, 1, 2, restarts, fn, args), timeout)
+
+
+def on_each(run: Callable[[int], Any], timeout: float) -> list[Any]:
+    """The results of a function of the number of a host, each in a process there."""
     hosts = []
-    for side in SIDES:
+    for number, side in enumerate(SIDES):
         ours, theirs = PROCESSES.Pipe(duplex=False)
-        host = PROCESSES.Process(target=_host, args=(theirs, side, nproc, fn, args))
+        host = PROCESSES.Process(target=_host, args=(theirs, side, partial(run, number)))
         host.start()
         theirs.close()
         hosts.append((host, ours))
-    results: dict[int, Any] = {}
     try:
+        results = []
         for _, report in hosts:
             assert report.poll(timeout), f"a host did not finish within {timeout:g} s"
-            results |= report.recv()
-        return [results[rank] for rank in sorted(results)]
+            results.append(report.recv())
+        return results
     finally:
         for host, _ in hosts:
             host.terminate()  # the agent ends its ranks
@@ -79,24 +95,43 @@ def launch(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout: float = 
             host.join(60)
 
 
-def _host(
-    report: Connection, side: tuple[str, str, str], nproc: int, fn: Callable[..., Any], args: tuple
-) -> None:
-    """The agent of one host, from which its ranks are forked."""
-    (name, end, address), (_, _, first) = side, SIDES[0]
+def enter(side: Side) -> None:
+    """Move this process to a host."""
+    name, end, _ = side
     with open(f"/run/netns/{name}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns to {name}")
     os.environ |= {"GLOO_SOCKET_IFNAME": end}
+
+
+def _host(report: Connection, side: Side, run: Callable[[], Any]) -> None:
+    enter(side)
+    report.send(run())
+
+
+def _agent(
+    sides: Sequence[Side],
+    nodes: int,
+    nproc: int,
+    restarts: int,
+    fn: Callable[..., Any],
+    args: tuple,
+    number: int,
+) -> dict[int, Any]:
+    """The agent of one host, from which its ranks are forked."""
+    first = number if nodes == 1 else 0
     config = LaunchConfig(
-        2,
-        2,
+        nodes,
+        nodes,
         nproc,
         run_id="fpipe",
         rdzv_backend="c10d",
-        rdzv_endpoint=f"{first}:29500",
-        local_addr=address,
-        rdzv_configs={"is_host": address == first},  # both namespaces have the same host name
+        rdzv_endpoint=f"{sides[first][2]}:29500",
+        local_addr=sides[number][2],
+        rdzv_configs={"is_host": number == first},  # both namespaces have the same host name
+        max_restarts=restarts,
         start_method="fork",
     )
-    report.send(elastic_launch(config, fn)(*args))
+    if nodes == 1:
+        args = number, *args
+    return elastic_launch(config, fn)(*args)

@@ -20,8 +20,8 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from ... import Costs, Schedule
+from ...actions import feature
 from ...errors import ScheduleError
-from ...generators import with_replicas
 from .bounds import Bound
 from .memory_limit import Memory, is_within, limits
 from .problem import ALMOST
@@ -141,7 +141,9 @@ def solve_replicated(
     limit = limits(memory, ranks)
     fitting: list[tuple[float, Schedule]] = []
     for name in NAMES:
-        schedule = with_replicas(name, found.groups, found.copies, microbatches, passes)
+        schedule = feature("replicas").replicated(
+            name, found.groups, found.copies, microbatches, passes
+        )
         line = schedule.simulate(costs)
         if is_within(limit, line):
             fitting.append((line.span, schedule))

@@ -27,7 +27,7 @@ from ...collectives import Group
 from ...errors import GroupError
 from ...tree import Tree
 from .outcome import store
-from .peers import Peers
+from .peers import PROMPT, Peers
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 COPY = "REPLICA_GROUP_ID"
 COPIES = "NUM_REPLICA_GROUPS"
-#: What a request to the lighthouse may take. One is lost with the lighthouse, and made again.
-_ANSWER = timedelta(seconds=6)
+#: What a request for the members may take. It is lost with the lighthouse, and made again. It waits
+#: longer than ``PROMPT`` and the silence after which a copy is lost.
+_ANSWER = timedelta(seconds=5.5)
 _PAUSE = 0.05  #: seconds between two attempts to meet
 
 
@@ -107,7 +108,7 @@ class Members:
         rank = self._group.here[0] // len(self._group.here)
         host = _host(self._elastic.lighthouse)
         self._store = store(host) if rank == 0 else None
-        address = None if self._store is None else (host, self._store.port)
+        address = self._store and (host, self._store.port)
         host, port = self._group.gather_objects(address)[0]
         seconds = timedelta(seconds=self._elastic.timeout)
         try:
@@ -116,7 +117,6 @@ class Members:
                 load_state_dict=None,
                 state_dict=None,
                 min_replica_size=1,
-                use_async_quorum=False,
                 init_sync=False,
                 timeout=seconds,
                 quorum_timeout=min(seconds, _ANSWER),
@@ -167,7 +167,7 @@ class Members:
                 met = self._met(state, step, time.monotonic() < end)
                 of_ranks = self._group.gather_objects(met and met[-1])  # their clocks may differ
                 if met is None or None in of_ranks:
-                    self._manager.should_commit()  # it does not: the next set of members is new
+                    self._manager.should_commit(timeout=PROMPT)  # it does not: the next set is new
                 else:
                     state, step, self._last, _ = met
                     self._changed = of_ranks[0]
@@ -187,7 +187,8 @@ class Members:
             means = self._peers.means(tensors)
         except RuntimeError as error:
             self._lost(error)
-        if not self._manager.should_commit():
+        self._group.barrier()  # raises at once if a process is gone, for which torchft would wait
+        if not self._manager.should_commit(timeout=PROMPT):
             return None
         self._last = self._peers.quorum
         return means
@@ -199,16 +200,24 @@ class Members:
     def _start(self, end: float) -> None:
         """Let torchft find the members, also if the lighthouse is away for some time."""
         while True:
+            failure = None
+            self._manager.start_quorum(allow_heal=False)
+            self._group.barrier()  # as in ``mean``
             try:
-                return self._manager.start_quorum(allow_heal=False)
+                self._manager.wait_quorum()
             except (RuntimeError, TimeoutError) as error:
-                if time.monotonic() > end:
-                    raise GroupError(
-                        f"the lighthouse at {self._elastic.lighthouse} or a process of this copy "
-                        f"did not answer for {self._elastic.timeout:g} s: {error}"
-                    ) from error
-                self._manager.shutdown()  # after an error it has no further quorum
-                self._manager = self._connected()
+                failure = time.monotonic() > end, str(error)
+            failures = list(filter(None, self._group.gather_objects(failure)))
+            if not failures:
+                return
+            over, text = max(failures)
+            if over:
+                raise GroupError(
+                    f"the lighthouse at {self._elastic.lighthouse} or a process of this copy did "
+                    f"not answer for {self._elastic.timeout:g} s: {text}"
+                )
+            self._manager.shutdown()  # after an error it has no further quorum
+            self._manager = self._connected()
 
     def _met(self, state: Tree, step: int, waits: bool) -> tuple[Tree, int, int, bool] | None:
         """The latest state among the members, its step, the quorum of that step, and whether to
@@ -220,8 +229,7 @@ class Members:
             self._lost(failure)
             return None
         try:
-            rows = self._peers.gathered(torch.tensor([*mine, waits]))
-            marks = [[int(number) for number in row] for row in rows]
+            marks = [row.tolist() for row in self._peers.gathered(torch.tensor([*mine, waits]))]
             # of steps of one number, that counts which was done by those who met last
             latest = max(mark[:2] for mark in marks)
             source = next(n for n, mark in enumerate(marks) if mark[:2] == latest)
@@ -233,13 +241,13 @@ class Members:
             self._lost(error)
             return None
         step, last = latest
-        few = last == 0 and len(marks) < self._elastic.copies
+        few = not last and len(marks) < self._elastic.copies
         return state, step, last, few and all(waiting for *_, waiting in marks)
 
     def _lost(self, error: Exception) -> None:
         """Let the other members notice at once that this one misses a member."""
-        self._peers.abort()
-        self._manager.report_error(error)
+        self._peers = self._peers.closed()
+        self._manager.report_error(RuntimeError(str(error)))  # a traceback refers to the peers
 
     # ---- what torchft calls ----
     def configure(
@@ -255,7 +263,6 @@ class Members:
     ) -> None:
         """Connect to new members."""
         self._changed = True
-        self._peers.abort()
         copies = tuple(number // group_world_size for number in global_ranks)
         self._peers = Peers.connect(store_addr, rank, copies, quorum_id, self._elastic.timeout)
 
@@ -271,7 +278,7 @@ class Members:
 
     def shutdown(self, wait: bool = True) -> None:
         """Close the connections."""
-        self._peers.abort()
+        self._peers = self._peers.closed()
 
 
 def import_torchft(name: str = "torchft") -> Any:

@@ -316,14 +316,21 @@ class Loop:
         """Do the steps that are left, or those until a signal."""
         saving: Saving | None = None
         log: Callable[[Record], object] | None = None
+        last: Record = {}
         step_of = value_and_grad(self.pipe)
         stop = False
         while not stop:
             if members is not None:  # after the last step too: a copy may have missed its mean
-                (params, state), step = members.join((now.params, now.state), now.step)
-                now = Trained(params, state, step)
+                own = now.params, now.state
+                state, step = members.join(own, now.step)
+                if state is not own:  # that of another copy
+                    params, state = state
+                    now, last = Trained(params, state, step), {}
             leads = members is None or members.leads
-            log = log or self._logger(now.step) if leads else None
+            if not leads:
+                log = None
+            elif log is None:
+                log = self._logger(now.step, last)
             if now.step >= steps:
                 break
             began = time.perf_counter()
@@ -336,11 +343,14 @@ class Loop:
             if done is None:
                 continue
             loss, now, stop = done
-            if log is not None:
+            if log is not None or members:
                 seconds = round(time.perf_counter() - began, 6)
-                record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
-                took_part = {} if members is None else {"copies": list(members.copies)}
-                log(record | of_step(self._of_tx(now)) | took_part)
+                last = {"step": now.step, "loss": loss.item(), "seconds": seconds}
+                last |= of_step(self._of_tx(now))
+                if members:
+                    last["copies"] = list(members.copies)
+            if log is not None:
+                log(last)
             if leads and (now.step % self.every == 0 or now.step == steps or stop):
                 saving = self._save(now, batch, saving)
         self._finish(saving)
@@ -349,7 +359,7 @@ class Loop:
     def _without_lost(self, error: PeerError, step: int, saving: Saving | None) -> Loop:
         """The loop without the rank that was lost; raises the error if training cannot go on."""
         lost = self.pipe.group.lost()
-        if lost is None:
+        if lost is None or self.elastic is not None:
             raise error
         try:
             rest = replace(self, pipe=self.pipe.rerouted(without=[lost]))
@@ -422,13 +432,19 @@ class Loop:
             flag = group.all_reduce(flag, "max")
         return bool(flag.item())
 
-    def _logger(self, step: int) -> Callable[[Record], object] | None:
-        """Where records go, on the first process."""
+    def _logger(self, step: int, last: Record) -> Callable[[Record], object] | None:
+        """Where records go, on the first process. ``last`` is this copy's: if it is of this step,
+        the copy that led may have been lost before it wrote its own.
+        """
         if not self._first:
             return None
-        if self.log is not None or self.path is None:
-            return self.log
-        return log_to(Path(self.path) / "log.jsonl", step)
+        missed = last.get("step") == step
+        log = self.log
+        if log is None and self.path is not None:
+            log = log_to(Path(self.path) / "log.jsonl", step - missed)
+        if log is not None and missed:
+            log(last)
+        return log
 
 
 def _arguments(pipe: Pipeline, batch: Any, step: int) -> tuple[Sequence[Tree], dict[str, Tree]]:

@@ -7,6 +7,7 @@ is lost. This module must not know what is sent, nor how members are chosen.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import reduce
@@ -21,6 +22,8 @@ from ...errors import GroupError
 from ...tree import Spec, Tree, flatten, unflatten
 
 _ELEMENTS = 16 << 20  #: of gradients that are added up at once
+#: What members may take to connect, and ranks to vote: all begin at one time, unless one was lost.
+PROMPT = timedelta(seconds=3)
 #: For documented names that the stubs of torch.distributed do not export.
 _DIST: Any = dist
 
@@ -29,10 +32,12 @@ class Peers(NamedTuple):
     """The process of each member that holds this part of the pipeline.
 
     ``copies`` are the numbers of the members, and ``quorum`` is the number of this set of members.
+    They wait for each other's messages for ``timeout``.
     """
 
     copies: tuple[int, ...] = ()
     quorum: int = 0
+    timeout: timedelta = PROMPT
     gloo: Any = None
 
     @classmethod
@@ -44,17 +49,21 @@ class Peers(NamedTuple):
         quorum: int,
         timeout: float,
     ) -> Peers:
-        """Connect to the others through a store of torchft."""
+        """Connect to the others through a store of torchft; OSError if it is gone."""
         from torchft.process_group import create_store_client  # torchft is an extra
 
-        seconds = timedelta(seconds=timeout)
-        store = create_store_client(address, seconds)
-        return cls(copies, quorum, _DIST.ProcessGroupGloo(store, rank, len(copies), seconds))
+        host, _, port = address.partition("/")[0].rpartition(":")
+        # raises at once if the store is gone, to which a client would try to connect three times
+        socket.create_connection((host, int(port)), PROMPT.total_seconds()).close()
+        store = create_store_client(address, PROMPT)
+        gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), PROMPT)
+        return cls(copies, quorum, timedelta(seconds=timeout), gloo)
 
-    def abort(self) -> None:
-        """Close the connections, so that the others notice it at once."""
-        if self.gloo is not None:
-            self.gloo.abort()
+    def closed(self) -> Peers:
+        """Without connections. Gloo closes them when nothing refers to it, not when told to abort;
+        then the others notice at once.
+        """
+        return self._replace(gloo=None)
 
     # ---- all members ----
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -73,7 +82,9 @@ class Peers(NamedTuple):
     def gathered(self, mine: Tensor) -> list[Tensor]:
         """A tensor of each member."""
         every = [torch.empty_like(mine) for _ in self.copies]
-        self.gloo.allgather([every], [mine]).wait()
+        options = _DIST.distributed_c10d.AllgatherOptions()
+        options.timeout = self.timeout
+        self.gloo.allgather([every], [mine], options).wait()
         return every
 
     # ---- from one to all ----
@@ -108,9 +119,11 @@ class Peers(NamedTuple):
             if takes and isinstance(leaf, Tensor) and isinstance(sent, Tensor):
                 sent = sent.to(leaf.device)
             leaves.append(sent if takes else leaf)
-        return unflatten(spec, leaves)
+        return unflatten(spec, leaves) if takes else state
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
-            self.gloo.broadcast(tensor.reshape(-1).view(torch.uint8), source).wait()
+            options = _DIST.BroadcastOptions()
+            options.rootRank, options.timeout = source, self.timeout
+            self.gloo.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()
         return tensor

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,13 +22,16 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import fpipe
+import network_namespaces
 from common import same
 from fpipe.errors import GroupError, UnsupportedError
 from fpipe.products.command.cli import main
 from fpipe.products.command.copies import copies
 from fpipe.products.training import elastic as elastic_copies
 from fpipe.products.training.elastic import COPIES, COPY, LIGHTHOUSE, Elastic, Members
+from fpipe.products.training.peers import Peers
 
+os.environ.setdefault("RUST_LOG", "error")  # else torchft prints several lines a step
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchft")
 coordination = pytest.importorskip(
     "torchft.coordination", reason="torchft is not installed: pip install '.[elastic]'"
@@ -155,13 +158,13 @@ def run_copies(
 
 
 def members_by_step(folder: Path, steps: int) -> list[list[int]]:
-    rows = [
-        json.loads(line) for path in folder.glob("log-*") for line in path.read_text().splitlines()
-    ]
-    assert sorted(row["step"] for row in rows) == list(range(1, steps + 1)), (
-        "each step is logged once"
-    )
-    return [row["copies"] for row in sorted(rows, key=lambda row: row["step"])]
+    """By the log. A copy that begins to write it repeats the last step."""
+    rows = {}
+    for path in sorted(folder.glob("log-*"), reverse=True):
+        for row in map(json.loads, path.read_text().splitlines()):
+            assert rows.setdefault(row["step"], row)["copies"] == row["copies"]
+    assert sorted(rows) == list(range(1, steps + 1)), "each step is logged"
+    return [rows[step]["copies"] for step in sorted(rows)]
 
 
 def expected(members: list[list[int]]) -> list[Tensor]:
@@ -224,6 +227,62 @@ def test_copies_are_killed_at_random_steps(run: int, long: bool, tmp_path: Path)
 
 def test_one_process_a_copy(tmp_path: Path):
     assert check(tmp_path, {}, 2, 3, 0.0, ranks=1) == [[0, 1]] * 3
+
+
+# ---- on two hosts ----
+@pytest.mark.timeout(180)
+def test_copies_on_two_hosts_and_a_lighthouse_that_returns(tmp_path: Path):
+    """The lighthouse is on the first host. It dies after a process of the other host."""
+    steps, lost = 60, 8
+    try:
+        with network_namespaces.two_namespaces():
+            watch = threading.Thread(
+                target=lighthouse_of_hosts, args=(tmp_path, 16, steps), daemon=True
+            )
+            watch.start()
+            results = network_namespaces.jobs(
+                on_host, tmp_path, steps, {(1, lost): 1}, restarts=1, timeout=150
+            )
+            watch.join()
+    except network_namespaces.NotAllowedError as error:
+        pytest.skip(f"no network namespaces here ({error})")
+    members = members_by_step(tmp_path, steps)
+    want = [p.tolist() for p in expected(members)]
+    assert [[parts[stage][stage] for stage in range(2)] for parts in results] == [want] * 2
+    assert members[:lost] == [[0, 1]] * lost and members[lost] == [0] and members[-1] == [0, 1]
+    assert (tmp_path / "returned").exists()
+
+
+def on_host(number: int, folder: Path, steps: int, kills: Kills) -> Any:
+    address = f"http://{network_namespaces.SIDES[0][2]}:29510"
+    os.environ |= {LIGHTHOUSE: address, COPY: str(number), COPIES: "2"}
+    params = train(folder, steps, kills, 0.12, ranks=2)
+    return [p if p is None else p.tolist() for p in params]
+
+
+def lighthouse_of_hosts(folder: Path, step: int, steps: int) -> None:
+    """Serve it; after some steps end it, and serve it again a second later."""
+
+    def lines() -> int:
+        return sum(len(path.read_text().splitlines()) for path in folder.glob("log-*"))
+
+    for until in (step, steps):
+        process = network_namespaces.PROCESSES.Process(
+            target=serve_on_host, args=network_namespaces.SIDES[:1], daemon=True
+        )
+        process.start()
+        while lines() < until and process.is_alive():
+            time.sleep(0.05)
+        process.kill()
+        process.join()
+        time.sleep(1)
+    (folder / "returned").touch()
+
+
+def serve_on_host(side: network_namespaces.Side) -> None:
+    network_namespaces.enter(side)
+    _server = serve(f"{side[2]}:29510")
+    threading.Event().wait()
 
 
 # ---- in one process, each copy a thread ----
@@ -316,6 +375,56 @@ def test_a_copy_that_does_not_answer_has_no_share_and_returns(lighthouse: str):
 
     steps, found = together(goes_on, lambda: two.join([0], 0))
     assert found == ([1], steps)
+
+
+def test_a_member_that_fails_frees_those_that_wait_for_it(lighthouse: str):
+    """Its connections end, although its process goes on."""
+    three = members_of(lighthouse, 3, timeout=60.0)
+    together(*(partial(each.join, [0], 0) for each in three))
+    begin = time.monotonic()
+    three[2]._lost(RuntimeError("a connection failed"))
+    assert together(*(partial(each.mean, [torch.ones(1)]) for each in three[:2])) == [None] * 2
+    assert time.monotonic() - begin < 20
+    for each in three:
+        each.leave()
+
+
+def test_a_member_that_is_lost_before_it_connects(lighthouse: str):
+    class Silent(Members):
+        def configure(self, *args: object) -> None:
+            pass
+
+    one = Members(Elastic(0, 2, lighthouse, 60.0), fpipe.local(1))
+    two = Silent(Elastic(1, 2, lighthouse, 60.0), fpipe.local(1))
+    begin = time.monotonic()
+    one._last = 1  # not the first step, which waits for all
+    together(lambda: one.join([0], 1), lambda: (two._start(begin + 60), time.sleep(1), two.leave()))
+    assert one.copies == (0,) and time.monotonic() - begin < 25
+    one.leave()
+
+
+def test_a_store_that_is_gone_fails_at_once():
+    with pytest.raises(ConnectionRefusedError):
+        Peers.connect("127.0.0.1:1/torchft", 0, (0, 1), 1, 60.0)
+
+
+def test_ranks_of_a_copy_agree_on_its_members(lighthouse: str):
+    """Another rank has no answer of torchft: this one asks again too."""
+
+    class Two:
+        here, size, failures = (0,), 1, [(False, "no answer"), None]
+
+        def gather_objects(self, mine: Any) -> list[Any]:
+            return [mine, self.failures.pop(0)] if mine is None else [mine]
+
+        def barrier(self) -> None:
+            pass
+
+    one = Members(Elastic(0, 1, lighthouse, 10.0), cast(Any, Two()))
+    before = one._manager
+    one._start(time.monotonic() + 10)
+    assert Two.failures == [] and one._manager is not before
+    one.leave()
 
 
 def test_one_step_of_two_histories_counts(lighthouse: str):
@@ -419,6 +528,19 @@ def test_what_a_loop_refuses(tmp_path: Path):
     pipe = fpipe.pipeline([layer], loss=loss, microbatches=PARTS, group=fpipe.local(1))
     with pytest.raises(UnsupportedError, match="data must depend on the step and the copy alone"):
         fpipe.Loop(pipe, fpipe.sgd(0.1), elastic=elastic).run(first_params()[:1], Data(), 1)
+
+
+@pytest.mark.parametrize("written", [2, 3])
+def test_the_record_of_a_copy_that_was_lost_is_in_the_log(written: int, tmp_path: Path):
+    """It was lost after step 3 counted, before or after it wrote the record."""
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, written + 1)))
+    pipe = fpipe.pipeline([layer], loss=loss, microbatches=PARTS, group=fpipe.local(1))
+    log = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path)._logger(3, {"step": 3, "copies": [0, 1]})
+    assert log is not None
+    log({"step": 4})
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[2]["copies"] == [0, 1]
 
 
 #: One copy fails once.
