@@ -1,0 +1,66 @@
+"""A fake accelerator: a device of torch that computes on the CPU as a GPU does, behind its host.
+
+``load()`` compiles it, registers it as ``torch.fakegpu`` and returns that module. A stream is a
+thread, a kernel is the CPU's in a stream, and the host cannot read the memory of a device. So a
+missing wait shows as wrong bits or NaN, and an access from the host ends the process. Knows nothing
+of fpipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+NAME = "fakegpu"
+SOURCES = Path(__file__).parent / "csrc"
+
+
+def missing() -> str:
+    """Why the device cannot be compiled here; "" where it can."""
+    if sys.platform != "linux":
+        return "the fake device needs memfd_create and mmap of Linux"
+    lacking = [tool for tool in (os.environ.get("CXX", "g++"), "ninja") if not shutil.which(tool)]
+    return f"the fake device needs {' and '.join(lacking)}" if lacking else ""
+
+
+def compiled() -> ModuleType:
+    """The extension, compiled where there is none yet for this torch and these sources."""
+    from torch.utils import cpp_extension
+
+    files = sorted(SOURCES.iterdir())
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    name = f"{NAME}_{torch.__version__}_{digest}".replace(".", "_").replace("+", "_")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    folder = cache / "fpipe-fake-device" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="fpipe-fake-device-"))
+    return cpp_extension.load(
+        name,
+        [str(file) for file in files if file.suffix == ".cpp"],
+        extra_cflags=["-O1", "-Wall"],
+        build_directory=str(folder),
+    )
+
+
+def load() -> ModuleType:
+    """The module ``torch.fakegpu``: registered by the first call of a process."""
+    known = getattr(torch, NAME, None)
+    if known is not None:
+        return known
+    torch.utils.rename_privateuse1_backend(NAME)
+    extension = compiled()
+    from . import module
+
+    module.extension = extension
+    torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    return module
