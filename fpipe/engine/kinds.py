@@ -45,7 +45,7 @@ class TracedKind:
     kind: Kind
     interfaces: tuple[Interface, ...] = ()
     programs: LocalPrograms = field(default_factory=dict)
-    loss: Programs | None = None
+    losses: Mapping[torch.device, Programs] = field(default_factory=dict)
     each: bool = False  # whether the function each= reads all outputs
     slice: int = 0  # where stages have carries: the number of this slice in its microbatch
     slices: int = 1  # where stages have carries: the slices of a microbatch
@@ -69,7 +69,12 @@ class TracedKind:
         device = config.group.device(rank)
         stages = request.schedule.placement.stages_of(rank)
         programs = {stage: self.programs[stage, device] for stage in stages}
-        return ProgramSet(self.graph, programs, self.loss)
+        return ProgramSet(self.graph, programs, self.losses.get(device, self.loss))
+
+    @property
+    def loss(self) -> Programs | None:
+        """The programs of the loss, on any device."""
+        return next(iter(self.losses.values()), None)
 
     def local(self, stage: int) -> Programs | None:
         """The programs of a stage on any device; None if it is on another process."""
@@ -168,8 +173,12 @@ def trace_stage(
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
 
 
-def loss_programs(config: Config, request: Request, traced: TracedKind) -> Programs:
-    """Trace the loss. Every process does, so that each knows what the loss returns."""
+def loss_programs(
+    config: Config, request: Request, traced: TracedKind
+) -> dict[torch.device, Programs]:
+    """Trace the loss on the devices of its ranks here. Every process does, so that each knows what
+    the loss returns.
+    """
     assert config.loss is not None
     _, targets, sides = traced.kind
     trees = [traced.output().as_input(), *targets]
@@ -179,13 +188,15 @@ def loss_programs(config: Config, request: Request, traced: TracedKind) -> Progr
         leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
     stage = loss_stage(config.loss, request.has_aux, request.each)
-    ranks = ranks_here(config, request, config.stages - 1) or config.group.here
-    device = config.group.device(ranks[0])
-    params = AbstractTree.of({})
-    state = AbstractTree.of(None)
-    programs = _programs(config, request, stage, [params, x, sides[-1], state], device, None)
-    check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
-    return programs
+    ranks = ranks_here(config, request, config.stages - 1) or config.group.here[:1]
+    given = [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)]
+    losses = {
+        device: _programs(config, request, stage, given, device, None)
+        for device in dict.fromkeys(map(config.group.device, ranks))
+    }
+    for programs in losses.values():
+        check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
+    return losses
 
 
 def _programs(

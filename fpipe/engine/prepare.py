@@ -196,7 +196,7 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
         return advanced
 
     def trace_loss(known: Traced) -> Traced:
-        return [replace(kind, loss=loss_programs(config, request, kind)) for kind in known]
+        return [replace(kind, losses=loss_programs(config, request, kind)) for kind in known]
 
     traced = [
         TracedKind(kind, each=request.each, slice=number % chain, slices=chain)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from . import NAME
+from .loader import NAME, compiled
 
-#: The compiled half; set by ``load``.
-extension: ModuleType
+#: The other half, in C++.
+extension = compiled()
 
 
 # ---- devices ----

@@ -219,10 +219,12 @@ Tensor empty_like_strided(const Tensor& like, Device device) {
 // ---- every operator ----
 struct Call {
   const c10::OperatorHandle& op;
+  c10::OperatorHandle kernel;  // of which the CPU has one
   Stack arguments;
   Device device = Device(TYPE, -1);
 
-  Call(const c10::OperatorHandle& op, Stack stack) : op(op), arguments(std::move(stack)) {
+  Call(const c10::OperatorHandle& op, Stack stack)
+      : op(op), kernel(op), arguments(std::move(stack)) {
     for (IValue& value : arguments) {
       for (const Tensor& t : tensors_in(value)) {
         if (!t.is_privateuseone()) continue;
@@ -274,7 +276,7 @@ struct Call {
 
   /// The results on meta; none where they depend on data or meta has no kernel.
   std::optional<Stack> shapes() const {
-    for (auto tag : op.getTags())
+    for (auto tag : kernel.getTags())
       if (tag == at::Tag::dynamic_output_shape || tag == at::Tag::data_dependent_output)
         return std::nullopt;
     if (!has_tensors_alone()) return std::nullopt;
@@ -285,7 +287,7 @@ struct Call {
     }
     Stack before = stack;
     try {
-      op.callBoxed(&stack);
+      kernel.callBoxed(&stack);
     } catch (const std::exception&) {  // the CPU's kernel says what is wrong, if anything is
       return std::nullopt;
     }
@@ -339,8 +341,8 @@ struct Call {
     Stack inputs = map_stack(drawn ? *drawn : arguments, in_stream);
     for (IValue& value : inputs)
       if (value.isDevice()) value = Device(c10::kCPU);
-    enqueue(stream(), [op = op, inputs, filled]() mutable {
-      run(op, inputs);
+    enqueue(stream(), [kernel = kernel, inputs, filled]() mutable {
+      run(kernel, inputs);
       for (auto& [place, outputs] : filled) {
         auto from = tensors_in(inputs[place]), to = tensors_in(outputs[0]);
         for (size_t n = 0; n < to.size(); n++) to[n].copy_(from[n]);
@@ -354,7 +356,7 @@ struct Call {
     Stack inputs = map_stack(drawn ? *drawn : arguments, in_stream);
     for (IValue& value : inputs)
       if (value.isDevice()) value = Device(c10::kCPU);
-    enqueue(stream(), [this, &inputs] { run(op, inputs); });
+    enqueue(stream(), [this, &inputs] { run(kernel, inputs); });
     synchronize(stream());
     Stack results;
     for (size_t i = 0; i < inputs.size(); i++) {
@@ -557,6 +559,24 @@ int64_t fused_attention(const Tensor&, const Tensor&, const Tensor&,
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
+/// Convolutions: torch asks other devices for operators that the CPU does not have.
+void convolution(const c10::OperatorHandle& op, Stack* stack) {
+  const bool backward = op.schema().name() == "aten::convolution_backward_overrideable";
+  const char* name = backward ? "aten::convolution_backward" : "aten::convolution";
+  Call call(op, torch::jit::pop(*stack, op.schema().arguments().size()));
+  call.kernel = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  if (backward) {
+    const Tensor& weight = call.arguments[2].toTensor();
+    const bool transposed = call.arguments[6].toBool();
+    int64_t channels = transposed ? weight.size(1) * call.arguments[8].toInt() : weight.size(0);
+    call.arguments.insert(call.arguments.begin() + 3, IValue(std::vector<int64_t>{channels}));
+  }
+  at::AutoDispatchBelowAutograd below;
+  auto metas = call.shapes();
+  TORCH_CHECK(metas, "a convolution without shapes");
+  for (IValue& result : call.start(*metas, std::nullopt)) stack->push_back(std::move(result));
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>());
 }
@@ -572,6 +592,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", dropout);
+  m.impl("convolution_overrideable",
+         torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable",
+         torch::CppFunction::makeFromBoxedFunction<&convolution>());
 }
 
 }  // namespace

@@ -57,10 +57,8 @@ def load() -> ModuleType:
     if known is not None:
         return known
     torch.utils.rename_privateuse1_backend(NAME)
-    extension = compiled()
-    from . import module
+    from . import module  # compiles
 
-    module.extension = extension
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return module
