@@ -15,8 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 NAME = "fakegpu"
 SOURCES = Path(__file__).parent / "csrc"
@@ -62,3 +64,17 @@ def load() -> ModuleType:
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return module
+
+
+def register_backend(name: str = "fakeccl", faults: str = "", link: float = 0.0) -> None:
+    """A backend of torch.distributed for tensors of the device, with the faults that it shall have:
+    no-avg, no-max, max-is-sum, no-scatter, no-tags, ordered, refuses coalesced calls unless
+    "coalescing". ``link`` are the seconds that a message takes.
+    """
+    device = load()
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return device.extension.backend(inner, faults, link)
+
+    dist.Backend.register_backend(name, create, devices=[NAME])

@@ -118,7 +118,7 @@ def _allocated(device: Any, what: str) -> int:
 
 
 # ---- faults on purpose ----
-def set_delays(seed: int = -1, share: float = 0.2, most: int = 300) -> None:
+def set_delays(seed: int = -1, share: float = 0.2, most: int = 200) -> None:
     """From here on each stream pauses before some of its tasks, up to ``most`` microseconds; the
     same for the same seed. -1: no pauses.
     """

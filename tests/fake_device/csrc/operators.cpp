@@ -598,6 +598,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
          torch::CppFunction::makeFromBoxedFunction<&convolution>());
 }
 
+// A copy resolves a conjugate itself; without these it would be resolved by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 }  // namespace
 }  // namespace fake
 
@@ -606,6 +614,9 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &fake::fused_attention)
 }
 
 namespace fake {
+Tensor over_streams(const Tensor& t) { return in_stream(t); }
+void bind_backend(pybind11::module_& m);
+
 /// Where torch has a kernel for the CPU and a formula for all other devices, take the kernel: the
 /// formula has other bits.
 void prefer_kernels() {
@@ -634,6 +645,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   prefer_kernels();
   m.def("device_count", [] { return int(device_count()); });
   m.def("default_generator", [](int device) { return default_generator(device); });
+  bind_backend(m);
   m.def("set_delays", &set_delays);
   m.def("tasks_run", [](int device) { return tasks_run(device); });
   m.def("sleep", [](int device, double seconds) {
