@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,12 +119,53 @@ def _allocated(device: Any, what: str) -> int:
     return torch.accelerator.memory_stats(_index(device))[f"allocated_bytes.all.{what}"]
 
 
+class device:
+    """The current device, inside of a ``with``."""
+
+    def __init__(self, device: Any):
+        self.index = _index(device)
+
+    def __enter__(self) -> None:
+        self.before = current_device()
+        set_device(self.index)
+
+    def __exit__(self, *_: object) -> None:
+        set_device(self.before)
+
+
+# ---- graphs ----
+class CUDAGraph:  # fpipe knows the names of the classes of torch's devices
+    """Work of a thread that is recorded once, and started again as a whole."""
+
+    def __init__(self) -> None:
+        self.recorded = extension.Graph()
+
+    def replay(self) -> None:
+        """Start it."""
+        self.recorded.replay()
+
+
+@contextmanager
+def graph(recording: CUDAGraph) -> Iterator[None]:
+    """Record what this thread starts; none of it runs."""
+    recording.recorded.begin()
+    try:
+        yield
+    finally:
+        recording.recorded.end()
+
+
 # ---- faults on purpose ----
 def set_delays(seed: int = -1, share: float = 0.2, most: int = 200) -> None:
     """From here on each stream pauses before some of its tasks, up to ``most`` microseconds; the
     same for the same seed. -1: no pauses.
     """
     extension.set_delays(seed, share, most)
+
+
+def host_waits() -> int:
+    """How often the host has waited for a stream, an event or a device."""
+    return extension.host_waits()
 
 
 def tasks_run(device: Any = None) -> int:

@@ -4,6 +4,7 @@ on streams of its own, and over backends with faults.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
+from collective_stages import WIDTH, moe_stage, parameters
 from fpipe.collectives import capabilities
 from fpipe.collectives.capabilities import Capabilities
 from fpipe.devices import kinds
@@ -108,3 +110,65 @@ def _reference(rank: int, model: str, engine: str) -> dict[str, list[torch.Tenso
 def test_steps_have_the_bits_of_the_cpu(faults: str | None, long: bool):
     seeds = 50 if long else 1
     assert fpipe.launch(_rank, faults, seeds, "mlp", ranks=2, timeout=7000) == [[], []]
+
+
+# ---- copies of a pipeline, and collectives in stages ----
+def _copies(group: Any, device: str) -> list[torch.Tensor]:
+    """Training with each level of ZeRO."""
+    made = []
+    for zero in (0, 1, 2, 3):
+        params, x, t = network(2)
+        x, t = (batch.chunk(2)[group.dp.rank] for batch in (x, t))
+        dp = fpipe.copies(group.dp, zero=zero, bucket_bytes=1000)
+        pipe = fpipe.pipeline(
+            [layer] * 2, "1F1B", loss=squared, microbatches=4, group=group, dp=dp, seed=1
+        )
+        clip = fpipe.clip_by_global_norm(0.1, over=pipe, exact=True)
+        tx = fpipe.chain(fpipe.skip_nonfinite(over=pipe), clip, fpipe.adamw(0.01, fused=False))
+        params = pipe.shard(pipe.place(params))
+        state = tx.init(params)
+        for number in range(2):
+            loss, grads = fpipe.value_and_grad(pipe)(params, x, t, seed=number)
+            updates, state = tx.update(grads, state, params)
+            params = fpipe.apply_updates(params, updates)
+            made.append(loss)
+        made += host(pipe.unshard(params))
+    return host(made)
+
+
+def _woven(group: Any, device: str) -> list[torch.Tensor]:
+    """Collectives of stages, woven with the computation of another microbatch."""
+    stage = moe_stage(group.tp.pg, draws=True)
+    pipe = fpipe.pipeline([stage] * 2, "DualPipeV", loss=squared, microbatches=4, group=group)
+    draw = torch.Generator().manual_seed(group.tp.rank)
+    x, t = torch.randn(2, 16, WIDTH, generator=draw)
+    step = fpipe.value_and_grad(pipe)
+    return host(step(pipe.place(parameters(2)), x, t, seed=1))
+
+
+AXES = {"copies": (_copies, {"dp": 2}), "woven": (_woven, {"tp": 2})}
+
+
+def axis(name: str, faults: str, seeds: Sequence[int]) -> list[int]:
+    """The seeds of delays under which results differ from those of the CPU."""
+    device = prepare(faults)
+    run, shape = AXES[name]
+    backend = f"cpu:gloo,{NAME}:fakeccl"
+    expected = run(fpipe.init(1, **shape, device="cpu", backend=backend), "cpu")
+    group = fpipe.init(1, **shape, device=f"{NAME}:{dist.get_rank()}")
+    assert repr(group).endswith("over fakeccl"), group
+    wrong = []
+    for seed in seeds:
+        device.set_delays(seed)
+        pairs = zip(run(group, NAME), expected, strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
+            wrong.append(seed)
+    device.set_delays(-1)
+    return wrong
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("faults", ROWS)
+def test_copies_and_collectives_of_stages(name: str, faults: str, long: bool):
+    seeds = range(50 if long else 1)
+    assert fpipe.launch(axis, name, faults, seeds, ranks=2, timeout=7000) == [[], []]

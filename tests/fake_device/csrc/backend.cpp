@@ -28,13 +28,18 @@ using Started = c10::intrusive_ptr<Work>;
 struct StreamWork final : Work {
   SharedEvent event = std::make_shared<Event>();
   c10::DeviceIndex device;
+  Tensors kept;  // until a stream waits, as NCCL's
 
-  explicit StreamWork(c10::DeviceIndex device) : device(device) {}
+  StreamWork(c10::DeviceIndex device, Tensors kept) : device(device), kept(std::move(kept)) {}
   bool isCompleted() override { return query(event); }
   bool isSuccess() const override { return true; }
-  void synchronize() override { block(event, current_stream(device)); }
-  bool wait(std::chrono::milliseconds) override {
+  void synchronize() override {
+    block(event, current_stream(device));
+    kept.clear();
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
     synchronize();
+    if (timeout != kNoTimeout) fake::synchronize(event);  // blocks the host, as that of NCCL
     return true;
   }
 };
@@ -51,7 +56,7 @@ class FakeBackend final : public Backend {
   bool supportsCoalescing() const override { return has("coalescing"); }
   void startCoalescing() override { TORCH_CHECK(has("coalescing"), "no coalesced calls"); }
   Started endCoalescing() override {
-    return c10::make_intrusive<StreamWork>(current_device());
+    return c10::make_intrusive<StreamWork>(current_device(), Tensors());
   }
   void setTimeout(std::chrono::milliseconds) override {}
 
@@ -138,7 +143,8 @@ class FakeBackend final : public Backend {
       at::AutoDispatchBelowAutograd guard;
       if (auto work = call(seen)) work->wait();
     });
-    auto work = c10::make_intrusive<StreamWork>(device);
+    // what is sent and received by messages, the caller keeps
+    auto work = c10::make_intrusive<StreamWork>(device, which[0] == 'a' ? tensors : Tensors());
     record(work->event, stream);
     return work;
   }

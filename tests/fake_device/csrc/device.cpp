@@ -17,7 +17,7 @@
 #include <random>
 #include <set>
 #include <thread>
-#include <unordered_map>
+#include <tuple>
 #include <vector>
 
 namespace fake {
@@ -74,6 +74,17 @@ struct Delays {
   std::atomic<int64_t> seed{-1}, most{0};
   std::atomic<double> share{0};
 } delays;
+
+// ---- what the host waited for, and what it records ----
+std::atomic<int64_t> waits{0};
+thread_local std::shared_ptr<Graph> recorded;
+std::atomic<int64_t> graphs{0};
+thread_local int64_t recorded_pool = 0;  // the memory of a graph is used again by none but it
+
+void count_wait() {
+  TORCH_CHECK(!recorded, "the host waits for the device while a graph is recorded");
+  waits++;
+}
 
 // ---- a stream: a queue and its thread ----
 struct Queue {
@@ -173,6 +184,7 @@ struct Block {
   void* p;
   size_t size;
   c10::Stream stream;
+  int64_t pool;
   std::set<c10::StreamId> others = {};  // by record_stream
 };
 
@@ -186,11 +198,11 @@ class Allocator final : public c10::DeviceAllocator {
     std::lock_guard<std::mutex> lock(mutex_);
     Pool& pool = pools_.at(device);
     pool.reclaim();
-    auto& free = pool.free[{stream.id(), size}];
+    auto& free = pool.free[{recorded_pool, stream.id(), size}];
     Block* block;
     if (free.empty()) {
       TORCH_CHECK(pool.used + size <= ARENA, "the fake device is out of memory");
-      block = new Block{memory().host + device * ARENA + pool.used, size, stream};
+      block = new Block{memory().host + device * ARENA + pool.used, size, stream, recorded_pool};
       pool.used += size;
       spoil(*block);
     } else {
@@ -250,14 +262,14 @@ class Allocator final : public c10::DeviceAllocator {
  private:
   struct Pool {
     size_t used = 0;
-    std::map<std::pair<c10::StreamId, size_t>, std::vector<Block*>> free;
+    std::map<std::tuple<int64_t, c10::StreamId, size_t>, std::vector<Block*>> free;
     std::deque<std::pair<Block*, std::vector<SharedEvent>>> pending;
     c10::CachingDeviceAllocator::DeviceStats stats;
 
     /// Freed memory goes back to its stream at once: whoever reads it later reads NaN.
     void keep(Block* block) {
       spoil(*block);
-      free[{block->stream.id(), block->size}].push_back(block);
+      free[{block->pool, block->stream.id(), block->size}].push_back(block);
     }
     void reclaim() {
       for (auto& [block, events] : pending) {
@@ -270,9 +282,11 @@ class Allocator final : public c10::DeviceAllocator {
   };
 
   static void spoil(const Block& block) {
-    enqueue(block.stream, [p = seen_by_streams(block.p), size = block.size] {
-      std::memset(p, 0xFF, size);
-    });
+    auto task = [p = seen_by_streams(block.p), size = block.size] { std::memset(p, 0xFF, size); };
+    if (block.pool)
+      enqueue(block.stream, task);  // as part of a graph, if one is recorded
+    else
+      queue(block.stream).add(task);
   }
   static void released(void* context);
 
@@ -370,12 +384,19 @@ c10::Stream new_stream(c10::DeviceIndex device) {
   queue(stream_of(device, id));
   return stream_of(device, id);
 }
-void enqueue(c10::Stream stream, Task task) { queue(stream).add(std::move(task)); }
+void enqueue(c10::Stream stream, Task task) {
+  if (recorded)
+    recorded->emplace_back(stream, std::move(task));
+  else
+    queue(stream).add(std::move(task));
+}
 void synchronize(c10::Stream stream) {
+  count_wait();
   queue(stream).wait();
   check_errors();
 }
 void synchronize_device(c10::DeviceIndex device) {
+  count_wait();
   if (device < 0) device = current_device();
   size_t count;
   {
@@ -398,6 +419,7 @@ void set_delays(int64_t seed, double share, int64_t most) {
   delays.most = most;
   delays.seed = seed;
 }
+int64_t host_waits() { return waits; }
 int64_t tasks_run(c10::DeviceIndex device) {
   int64_t total = 0;
   std::lock_guard<std::mutex> lock(devices().at(device).mutex);
@@ -439,11 +461,33 @@ bool query(const SharedEvent& event) {
   return event->reached == event->recorded;
 }
 void synchronize(const SharedEvent& event) {
+  count_wait();
   std::unique_lock<std::mutex> lock(event->mutex);
   const auto number = event->recorded;
   lock.unlock();
   reach(event, number);
   check_errors();
+}
+double milliseconds(const SharedEvent& first, const SharedEvent& second) {
+  for (const auto& event : {first, second}) {
+    TORCH_CHECK(event->timed, "an event without enable_timing=True has no time");
+    TORCH_CHECK(event->recorded && query(event), "an event was not reached yet");
+  }
+  return (second->when - first->when) / 1e6;
+}
+
+// ---- graphs ----
+void begin_recording(const std::shared_ptr<Graph>& graph) {
+  recorded = graph;
+  recorded_pool = ++graphs;
+}
+void end_recording() {
+  recorded = nullptr;
+  recorded_pool = 0;
+}
+bool recording() { return recorded != nullptr; }
+void replay(const Graph& graph) {
+  for (const auto& [stream, task] : graph) queue(stream).add(task);
 }
 
 }  // namespace fake

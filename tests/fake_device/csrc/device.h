@@ -11,6 +11,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace fake {
 
@@ -46,11 +48,14 @@ bool idle(c10::Stream stream);
 void check_errors();
 /// From here on each stream pauses before `share` of its tasks, for up to `most` microseconds.
 void set_delays(int64_t seed, double share, int64_t most);
+/// How often the host waited for a stream, an event or a device.
+int64_t host_waits();
 /// How many tasks the streams of a device have run.
 int64_t tasks_run(c10::DeviceIndex device);
 
 // ---- events ----
 struct Event {
+  bool timed = false;
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t recorded = 0;  // how often it was put into a stream
@@ -64,5 +69,14 @@ void record(const SharedEvent& event, c10::Stream stream);
 void block(const SharedEvent& event, c10::Stream stream);
 bool query(const SharedEvent& event);
 void synchronize(const SharedEvent& event);
+double milliseconds(const SharedEvent& first, const SharedEvent& second);
+
+// ---- graphs ----
+/// What a thread puts into streams while it records: none of it runs until a replay.
+using Graph = std::vector<std::pair<c10::Stream, Task>>;
+void begin_recording(const std::shared_ptr<Graph>& graph);
+void end_recording();
+bool recording();
+void replay(const Graph& graph);
 
 }  // namespace fake

@@ -58,9 +58,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<SharedEvent*>(event);
   }
-  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const
-      override {
+  void record(void** event, const Stream& stream, const DeviceIndex,
+              const c10::EventFlag flag) const override {
     if (!*event) *event = new SharedEvent(std::make_shared<Event>());
+    event_of(*event)->timed = flag == c10::EventFlag::BACKEND_DEFAULT;
     fake::record(event_of(*event), stream);
   }
   void block(void* event, const Stream& stream) const override {
@@ -71,7 +72,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) fake::synchronize(event_of(event));
   }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
-    return (event_of(second)->when - event_of(first)->when) / 1e6;
+    return milliseconds(event_of(first), event_of(second));
   }
   void recordDataPtrOnStream(const c10::DataPtr& ptr, const Stream& stream) const override {
     allocator()->recordStream(ptr, stream);
@@ -396,6 +397,7 @@ void any_operator(const c10::OperatorHandle& op, Stack* stack) {
     TORCH_CHECK(generator.device() == call.device, "a generator of ", generator.device(),
                 " for tensors on ", call.device);
     auto& numbers = generator.get<Generator>()->cpu;
+    TORCH_CHECK(!recording(), "a draw cannot be recorded");
     drawn = call.arguments;
     by_shape = draws_by_shape(schema.name());
     (*drawn)[i] = numbers;
@@ -437,6 +439,8 @@ void copy_with_host(const Tensor& from, const Tensor& to, bool asynchronous) {
   const bool up = to.is_privateuseone();
   const auto stream = current_stream((up ? to : from).device().index());
   Tensor source = from;
+  TORCH_CHECK(!recording() || is_pinned((up ? from : to).storage().data_ptr().get()),
+              "a copy of ordinary memory of the host cannot be recorded");
   if (up && !is_pinned(from.storage().data_ptr().get()))
     source = from.clone();
   else if (!up && from.is_conj())
@@ -647,6 +651,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](int device) { return default_generator(device); });
   bind_backend(m);
   m.def("set_delays", &set_delays);
+  m.def("host_waits", &host_waits);
+  using GraphClass = std::shared_ptr<Graph>;
+  struct Held {
+    GraphClass graph = std::make_shared<Graph>();
+  };
+  pybind11::class_<Held>(m, "Graph")
+      .def(pybind11::init<>())
+      .def("begin", [](Held& held) { begin_recording(held.graph); })
+      .def("end", [](Held&) { end_recording(); })
+      .def("replay", [](Held& held) { replay(*held.graph); }, NoGil());
   m.def("tasks_run", [](int device) { return tasks_run(device); });
   m.def("sleep", [](int device, double seconds) {
     enqueue(current_stream(device),
