@@ -192,6 +192,30 @@ def profiled(devices: Sequence[str]) -> list[torch.Tensor]:
     return host(result)
 
 
+def mixed(devices: Sequence[str]) -> list[torch.Tensor]:
+    """Ranks on a device and on the CPU."""
+    return step(Case("ZBVZeroBubble", 2, 4, 4), [devices[0], "cpu"])
+
+
+def captured(devices: Sequence[str]) -> list[torch.Tensor]:
+    """Steps as a graph of kernels, on one device that is not the current one."""
+    device = devices[-1]
+    plain = lambda p, x: torch.tanh(x @ p["w"] + p["b"])
+    pipe = fpipe.pipeline(
+        [plain] * 4, "ZBV", loss=squared, microbatches=4, group=fpipe.local(devices=[device] * 2)
+    )
+    if device != "cpu":
+        pipe = pipe.captured()
+    params, x, t = network(4)
+    params = pipe.place(params)
+    found = []
+    for number in range(4):
+        result = fpipe.value_and_grad(pipe)(params, x + number, t)
+        params = fpipe.apply_updates(params, result[1])
+        found += host(result)
+    return found
+
+
 #: By name, functions of the devices of the ranks.
 MORE: dict[str, Callable[[Sequence[str]], list[torch.Tensor]]] = {
     "training": partial(training, donate=False),
@@ -203,6 +227,8 @@ MORE: dict[str, Callable[[Sequence[str]], list[torch.Tensor]]] = {
     "outputs": outputs,
     "ready": ready,
     "profile": profiled,
+    "mixed": mixed,
+    "captured": captured,
 }
 
 
@@ -213,7 +239,10 @@ def of_model(row: tuple[Case, str, str]) -> Callable[[Sequence[str]], list[torch
 
 
 def wrong(
-    run: Callable[[Sequence[str]], list[torch.Tensor]], ranks: int, seeds: Sequence[int]
+    run: Callable[[Sequence[str]], list[torch.Tensor]],
+    ranks: int,
+    seeds: Sequence[int],
+    **delays: Any,
 ) -> list[str]:
     """What differs from the CPU, by seed of delays; on two devices, then on one for each rank."""
     device = load()
@@ -223,7 +252,7 @@ def wrong(
     expected = run(["cpu"] * ranks)
     found = []
     for seed in seeds:
-        device.set_delays(seed)
+        device.set_delays(seed, **delays)
         try:
             got = run([f"{NAME}:{rank % (2, ranks)[seed % 2]}" for rank in range(ranks)])
         except Exception as error:

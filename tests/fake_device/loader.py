@@ -59,8 +59,9 @@ def load() -> ModuleType:
     if known is not None:
         return known
     torch.utils.rename_privateuse1_backend(NAME)
-    from . import module  # compiles
+    from . import module
 
+    module.extension = compiled()
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return module

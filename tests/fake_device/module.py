@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .loader import NAME, compiled
+from .loader import NAME
 
-#: The other half, in C++.
-extension = compiled()
+#: The other half, in C++; set by ``load``.
+extension: Any = None
 
 
 # ---- devices ----
@@ -119,7 +119,7 @@ def _allocated(device: Any, what: str) -> int:
     return torch.accelerator.memory_stats(_index(device))[f"allocated_bytes.all.{what}"]
 
 
-class device:
+class device:  # noqa: N801
     """The current device, inside of a ``with``."""
 
     def __init__(self, device: Any):

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import fpipe
 from models import MODELS
@@ -13,7 +16,7 @@ from sample import covering
 from schedule_table import TABLE, Case, cases
 
 from . import cases as pipelines
-from .loader import missing
+from .loader import NAME, load, missing
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
@@ -64,3 +67,73 @@ def _more(names: list[str], seeds: int) -> list[str]:
 def test_whatever_else_a_pipeline_does(long: bool):
     seeds = 50 if long else 1
     assert fpipe.launch(_more, list(pipelines.MORE), seeds, ranks=1, timeout=7000) == [[]]
+
+
+# ---- the host ----
+def _waits(pipe: fpipe.Pipeline, calls: int = 3) -> int:
+    """How often the host waits for a device in a step."""
+    device = load()
+    params, x, t = pipelines.network(4)
+    params = pipe.place(params)
+    before = 0
+    for _ in range(calls):
+        before = device.host_waits()
+        fpipe.value_and_grad(pipe)(params, x, t)
+    return device.host_waits() - before
+
+
+def waits_of_the_host() -> list[str]:
+    """Pipelines in whose steps the host waits more often than for gradients that go to the CPU."""
+    load()
+    plain = lambda p, x: torch.tanh(x @ p["w"] + p["b"])
+
+    def pipe(name: str, places: list[str], **options: Any) -> fpipe.Pipeline:
+        group = fpipe.local(devices=places)
+        return fpipe.pipeline(
+            [plain] * 4, name, loss=pipelines.squared, microbatches=4, group=group, **options
+        )
+
+    two = [f"{NAME}:0", f"{NAME}:1"]
+    expected = {
+        "ZBV": (pipe("ZBV", two), 0),
+        "on autograd": (pipe("ZBV", two, engine="eager"), 0),
+        "ready": (pipe("1F1B", two, order="ready"), 0),
+        "from the CPU": (pipe("Interleaved1F1B", ["cpu", two[0]]), 12),
+        "captured": (pipe("ZBV", two[:1] * 2).captured(), 0),
+    }
+    found = {name: (_waits(made), most) for name, (made, most) in expected.items()}
+    return [f"{name}: {waits}" for name, (waits, most) in found.items() if waits > most]
+
+
+def test_the_host_does_not_wait_in_a_step():
+    assert fpipe.launch(waits_of_the_host, ranks=1, timeout=300) == [[]]
+
+
+def clocks() -> list[str]:
+    """Messages that a profile on two devices has earlier than they were sent."""
+    device = load()
+    params, x, t = pipelines.network(4)
+    group = fpipe.local(devices=[f"{NAME}:1", f"{NAME}:2"])  # neither is the current one
+    pipe = fpipe.pipeline(
+        [pipelines.layer] * 4, "1F1B", loss=pipelines.squared, microbatches=4, group=group, seed=1
+    )
+    params = pipe.place(params)
+    fpipe.value_and_grad(pipe)(params, x, t)
+    found = []
+    for busy in (1, 2):
+        device.sleep(0.3, busy)
+        step = fpipe.profile(fpipe.value_and_grad(pipe))
+        step(params, x, t)
+        events = {run.rank: run.events for run in step.runs[-1]}
+        for rank, mine in events.items():
+            sent = {e.number: e.start for e in events[1 - rank] if e.kind == "SEND"}
+            found += [
+                f"{busy}: {e.action} {sent[e.number] - e.end}"
+                for e in mine
+                if e.kind == "WAIT" and e.end < sent[e.number] - 0.05
+            ]
+    return found
+
+
+def test_a_profile_has_one_clock_for_all_devices():
+    assert fpipe.launch(clocks, ranks=1, timeout=300) == [[]]

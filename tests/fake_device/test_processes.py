@@ -68,7 +68,8 @@ def steps(place: str, group: Any, model: str, engine: str) -> dict[str, list[tor
     return found
 
 
-def _rank(faults: str | None, seeds: int, model: str) -> list[str]:
+def steps_of_a_rank(faults: str | None, seeds: Sequence[int], model: str) -> list[str]:
+    """The cases and seeds of delays whose results differ from those of the CPU."""
     device = prepare(faults)
     group = fpipe.init()
     backend = "gloo" if faults is None else "fakeccl"
@@ -78,7 +79,7 @@ def _rank(faults: str | None, seeds: int, model: str) -> list[str]:
         device.set_delays(-1)
         rank = dist.get_rank()
         expected = _reference(rank, model, engine)
-        for seed in range(seeds):
+        for seed in seeds:
             device.set_delays(seed)
             got = steps(NAME, group, model, engine)
             for name in got:
@@ -108,8 +109,29 @@ def _reference(rank: int, model: str, engine: str) -> dict[str, list[torch.Tenso
 
 @pytest.mark.parametrize("faults", [None, *ROWS])
 def test_steps_have_the_bits_of_the_cpu(faults: str | None, long: bool):
-    seeds = 50 if long else 1
-    assert fpipe.launch(_rank, faults, seeds, "mlp", ranks=2, timeout=7000) == [[], []]
+    seeds = range(50 if long else 1)
+    found = fpipe.launch(steps_of_a_rank, faults, seeds, "mlp", ranks=2, timeout=7000)
+    assert found == [[], []]
+
+
+def waits_of_the_host() -> list[int]:
+    """Empty where the host does not wait for the device in a step."""
+    device = prepare("")
+    group = fpipe.init()
+    assert device.current_device() == dist.get_rank(), "the device of a rank is its current one"
+    steps(NAME, group, "mlp", "trace")
+    before = device.host_waits()
+    params, x, t = network(2)
+    pipe = fpipe.pipeline([layer] * 2, loss=squared, microbatches=4, group=group, seed=1)
+    params = pipe.place(params)
+    for _ in range(2):
+        before = device.host_waits()
+        fpipe.value_and_grad(pipe)(params, x, t)
+    return [device.host_waits() - before] if device.host_waits() > before else []
+
+
+def test_no_rank_waits_for_its_device():
+    assert fpipe.launch(waits_of_the_host, ranks=2, timeout=300) == [[], []]
 
 
 # ---- copies of a pipeline, and collectives in stages ----

@@ -79,6 +79,7 @@ struct Delays {
 std::atomic<int64_t> waits{0};
 thread_local std::shared_ptr<Graph> recorded;
 std::atomic<int64_t> graphs{0};
+thread_local c10::DeviceIndex recorded_device = 0;
 thread_local int64_t recorded_pool = 0;  // the memory of a graph is used again by none but it
 
 void count_wait() {
@@ -385,7 +386,7 @@ c10::Stream new_stream(c10::DeviceIndex device) {
   return stream_of(device, id);
 }
 void enqueue(c10::Stream stream, Task task) {
-  if (recorded)
+  if (recorded && stream.device_index() == recorded_device)
     recorded->emplace_back(stream, std::move(task));
   else
     queue(stream).add(std::move(task));
@@ -479,6 +480,7 @@ double milliseconds(const SharedEvent& first, const SharedEvent& second) {
 // ---- graphs ----
 void begin_recording(const std::shared_ptr<Graph>& graph) {
   recorded = graph;
+  recorded_device = current_device();
   recorded_pool = ++graphs;
 }
 void end_recording() {
