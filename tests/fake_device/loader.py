@@ -8,11 +8,13 @@ of fpipe.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import sys
 import tempfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,18 +41,26 @@ def compiled() -> ModuleType:
     files = sorted(SOURCES.iterdir())
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
     name = f"{NAME}_{torch.__version__}_{digest}".replace(".", "_").replace("+", "_")
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    folder = cache / "fpipe-fake-device" / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="fpipe-fake-device-"))
-    return cpp_extension.load(
-        name,
-        [str(file) for file in files if file.suffix == ".cpp"],
-        extra_cflags=["-O1", "-Wall"],
-        build_directory=str(folder),
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fpipe-fake-device"
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"{name}.so"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its process
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                made = cpp_extension.load(
+                    name,
+                    [str(file) for file in files if file.suffix == ".cpp"],
+                    extra_cflags=["-O1", "-Wall"],
+                    build_directory=folder,
+                )
+                shutil.copy(Path(folder) / f"{name}.so", library)
+                return made
+    spec = spec_from_file_location(name, library)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def load() -> ModuleType:

@@ -78,7 +78,7 @@ class Clock(NamedTuple):
 
         def mark() -> torch.Event:
             event = torch.Event(device, enable_timing=True)
-            event.record(torch.accelerator.current_stream(device))
+            event.record()  # in the current stream of its device
             return event
 
         def seconds(marks: list[torch.Event]) -> list[float]:
