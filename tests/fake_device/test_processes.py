@@ -17,6 +17,7 @@ from collective_stages import WIDTH, moe_stage, parameters
 from fpipe.collectives import capabilities
 from fpipe.collectives.capabilities import Capabilities
 from fpipe.devices import kinds
+from fpipe.products.command.doctor import Finding, visit
 from models import MODELS, SEED
 from schedule_table import Case
 
@@ -194,3 +195,96 @@ def axis(name: str, faults: str, seeds: Sequence[int]) -> list[int]:
 def test_copies_and_collectives_of_stages(name: str, faults: str, long: bool):
     seeds = range(50 if long else 1)
     assert fpipe.launch(axis, name, faults, seeds, ranks=2, timeout=7000) == [[], []]
+
+
+# ---- memory ----
+def norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(x @ p["a"]) @ p["b"]
+    return x + torch.nn.functional.layer_norm(h, (64,))
+
+
+def attention(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = x.view(8, -1, 64)
+    weights = torch.softmax(h @ h.transpose(1, 2), -1)
+    return (weights @ h).reshape(x.shape) + torch.relu(x @ p["a"]) @ p["b"]
+
+
+#: A schedule, a stage, the stages of the pipeline, and the level of ZeRO or None.
+PLANNED: tuple[tuple[str, Any, int, int | None], ...] = (
+    ("GPipe", attention, 2, None),
+    ("1F1B", norm, 2, None),
+    ("ZBV", norm, 4, None),
+    ("ZBH1", attention, 2, None),
+    ("DualPipeV", norm, 4, None),
+    ("VMin", attention, 4, None),
+    ("Hanayo", norm, 4, None),
+    ("1F1B", fpipe.remat(norm), 2, None),
+    ("ZBV", fpipe.remat(attention), 4, None),
+    ("1F1B", norm, 2, 1),
+    ("1F1B", attention, 2, 3),
+)
+
+
+def peaks(rows: Sequence[tuple[str, Any, int, int | None]], dp: int) -> list[float]:
+    """The peak of each plan of this rank, over the most memory that its step had on the device."""
+    device = prepare("")
+    group = fpipe.init(dp=dp)
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for name, fn, stages, zero in rows:
+        shapes = {"a": (64, 128), "b": (128, 64)}
+        normal = lambda *size: torch.randn(*size, generator=draw) / 8
+        params = [{key: normal(*size) for key, size in shapes.items()} for _ in range(stages)]
+        copies = None if zero is None else fpipe.copies(group.dp, zero=zero)
+        pipe = fpipe.pipeline(
+            [fn] * stages, name, loss=squared, microbatches=4, group=group, dp=copies
+        )
+        placed = pipe.shard(pipe.place(params))
+        x, t = (normal(256, 64).to(NAME) for _ in range(2))
+        plan = pipe.plan(placed, x, t)
+        for _ in range(2):  # the first call prepares
+            device.synchronize()
+            before = device.memory_allocated()
+            device.reset_peak_memory_stats()
+            result = fpipe.value_and_grad(pipe)(placed, x, t)
+            found.append(plan.peak[group.rank] / (device.max_memory_allocated() - before))
+            del result
+        del found[-2]
+    return found
+
+
+def test_plans_foretell_the_memory_of_a_device():
+    for dp in (1, 2):
+        rows = [row for row in PLANNED if (row[3] is None) == (dp == 1)]
+        for ratios in fpipe.launch(peaks, rows, dp, ranks=2, timeout=300):
+            assert all(0.98 <= ratio <= 1.1 for ratio in ratios), list(
+                zip(rows, ratios, strict=True)
+            )
+
+
+# ---- the doctor ----
+def _visit(faults: str | None, row: str) -> tuple[str, list[Finding]]:
+    if faults is not None:
+        ROWS[faults] = ROWS[row]
+    prepare(faults)
+    return visit()
+
+
+def test_the_doctor_finds_faults_that_the_table_does_not_have():
+    text, faults = fpipe.launch(_visit, "max-is-sum", "", ranks=2, timeout=300)[0]
+    assert {fault.what for fault in faults} == {"max"}
+    assert "NOT IN THE TABLE: max of integers is wrong at 4, 8, 16" in text
+
+
+def test_the_doctor_names_what_fpipe_does_instead():
+    known = "no-avg no-max no-scatter"
+    text, faults = fpipe.launch(_visit, known, known, ranks=2, timeout=300)[0]
+    assert not faults
+    assert "refused (AVG is not supported); fpipe sums, then divides" in text
+    assert "refused (MAX is not supported); fpipe goes over the CPU's backend" in text
+
+
+def test_the_doctor_on_a_device_that_no_backend_carries():
+    text, faults = fpipe.launch(_visit, None, "", ranks=2, timeout=300)[0]
+    assert not faults
+    assert "messages go through the CPU, as this backend carries no tensors of the device" in text
