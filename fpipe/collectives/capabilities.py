@@ -82,10 +82,9 @@ class Capabilities(NamedTuple):
                     return row
                 if row.device == "cpu":
                     return cls(device, backend, {})
-        names = ", ".join(sorted({row.backend for row in TABLE if row.device in ("cpu", device)}))
         raise GroupError(
             f"fpipe does not know what backend {backend!r} does with tensors of {device}, and "
-            f"torch's 'fake' sends nothing; use {names}, or state it: "
+            "torch's 'fake' sends nothing; leave backend= out, or state what it does: "
             "fpipe.adopt(..., capabilities=)"
         )
 

@@ -233,7 +233,7 @@ def _over_a_fake() -> str:
 def test_a_backend_that_sends_nothing_is_refused():
     assert launch(_over_a_fake, ranks=1, timeout=60)[0] == (
         "fpipe does not know what backend 'fake' does with tensors of cpu, and torch's 'fake' "
-        "sends nothing; use gloo, mpi, or state it: fpipe.adopt(..., capabilities=)"
+        "sends nothing; leave backend= out, or state what it does: fpipe.adopt(..., capabilities=)"
     )
 
 

@@ -67,13 +67,6 @@ TABLE = (
     ),
     Mutant(
         "passes/profile/recording.py",
-        "event.record(torch.accelerator.current_stream(device))",
-        "event.record()",
-        "clocks",
-        "events in the stream of the current device",
-    ),
-    Mutant(
-        "passes/profile/recording.py",
         "            torch.accelerator.synchronize(device)\n            return",
         "            return",
         "more:profile",
@@ -99,13 +92,6 @@ TABLE = (
         "fixed.copy_(tensor.detach())",
         "waits",
         "the host waits for the arguments of a graph",
-    ),
-    Mutant(
-        "passes/capture/graphs.py",
-        "        module.synchronize()\n",
-        "",
-        "more:captured",
-        "a graph is recorded behind work that is under way",
     ),
     Mutant(
         "passes/capture/graphs.py",
@@ -174,7 +160,7 @@ TABLE = (
         "collectives/setup.py",
         "        torch.accelerator.set_device_index(device.index)\n",
         "        pass\n",
-        "link",
+        "link waits",
         "the device of a process is not its current one",
     ),
     Mutant(
