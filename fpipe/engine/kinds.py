@@ -151,18 +151,14 @@ def trace_stage(
         carry_leaves = len(carry.leaves)
         x = feature("slices").with_carry(x, carry)
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
-    programs_on_devices = partial(_programs, config, request, ranks, stage, trees, unused)
+    on_devices = partial(_programs, config, request, ranks, stage, trees, unused)
     y = None
     if function.carry:
         programs, y = feature("slices").traced_slice(
-            function,
-            traced.slice == 0,
-            traced.slice == traced.slices - 1,
-            carry_leaves,
-            programs_on_devices,
+            function, traced.slice == 0, traced.slice == traced.slices - 1, carry_leaves, on_devices
         )
     else:
-        programs = programs_on_devices(function)
+        programs = on_devices(function)
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
     interface = Interface.of(next(iter(programs.values())), paths, carry_leaves, y)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})

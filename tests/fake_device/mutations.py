@@ -153,7 +153,7 @@ TABLE = (
         "collectives/c10d.py",
         'self._blocking = device.type in ("cpu", "meta") or method.staged',
         'self._blocking = device.type in ("cpu", "meta")',
-        "host",
+        "refused",
         "messages through the host have no time-out",
     ),
     Mutant(
@@ -190,6 +190,7 @@ CHECKS: dict[str, Callable[[], list[Any]]] = {
     "host": _processes(test_processes.steps_of_a_rank, None, SEEDS, "mlp"),
     "link": _processes(test_processes.steps_of_a_rank, "", SEEDS, "mlp"),
     "link waits": _processes(test_processes.waits_of_the_host),
+    "refused": _processes(test_processes.refused_call),
     "copies": _processes(test_processes.axis, "copies", "", SEEDS),
     "woven": _processes(test_processes.axis, "woven", "", SEEDS),
 }

@@ -4,6 +4,7 @@ on streams of its own, and over backends with faults.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -133,6 +134,27 @@ def waits_of_the_host() -> list[int]:
 
 def test_no_rank_waits_for_its_device():
     assert fpipe.launch(waits_of_the_host, ranks=2, timeout=300) == [[], []]
+
+
+def refused_call() -> list[str]:
+    """What is wrong after a call that rank 0 refuses while rank 1 waits for its message."""
+    prepare(None)
+    group = fpipe.init(timeout=30)
+    params, x, t = network(2)
+    pipe = fpipe.pipeline([layer] * 2, loss=squared, microbatches=4, group=group, seed=1)
+    params = pipe.place(params)
+    step = fpipe.value_and_grad(pipe)
+    before = host(step(params, x, t))
+    start = time.monotonic()
+    with pytest.raises(fpipe.FpipeError):
+        step(params, x[: 15 if group.rank == 0 else 16], t)
+    late = time.monotonic() - start > 20
+    same = map(torch.equal, host(step(params, x, t)), before)
+    return ["after the time-out"] * late + ["other bits"] * (not all(same))
+
+
+def test_a_refused_call_ends_on_a_device_that_no_backend_carries():
+    assert fpipe.launch(refused_call, ranks=2, timeout=300) == [[], []]
 
 
 # ---- copies of a pipeline, and collectives in stages ----
