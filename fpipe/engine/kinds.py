@@ -68,7 +68,7 @@ class TracedKind:
         device = config.group.device(rank)
         stages = request.schedule.placement.stages_of(rank)
         programs = {stage: self.programs[stage, device] for stage in stages}
-        return ProgramSet(self.graph, programs, self.programs.get((None, device), self.loss))
+        return ProgramSet(self.graph, programs, self.programs.get((None, device)))
 
     @property
     def loss(self) -> Programs | None:
@@ -165,9 +165,7 @@ def trace_stage(
 
 
 def with_loss(config: Config, request: Request, traced: TracedKind) -> TracedKind:
-    """With the loss, on the devices of its ranks here. Every process traces it, so that each knows
-    what the loss returns.
-    """
+    """With the loss, on the devices of all ranks here, so that each knows what the loss returns."""
     assert config.loss is not None
     _, targets, sides = traced.kind
     trees = [traced.output().as_input(), *targets]
@@ -177,9 +175,8 @@ def with_loss(config: Config, request: Request, traced: TracedKind) -> TracedKin
         leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
     stage = loss_stage(config.loss, request.has_aux, request.each)
-    ranks = ranks_here(config, request, config.stages - 1) or config.group.here
     trees = [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)]
-    losses = _programs(config, request, ranks, None, trees, frozenset(), stage)
+    losses = _programs(config, request, config.group.here, None, trees, frozenset(), stage)
     for programs in losses.values():
         check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
     return replace(traced, programs={**traced.programs, **losses})
@@ -200,7 +197,7 @@ def _programs(
     note(f"{TRACING} the loss" if index is None else f"{TRACING} stage {index}")
     traced = {}
     try:
-        for device in map(group.device, ranks):
+        for device in dict.fromkeys(map(group.device, ranks)):
             made = programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
             if trees[0].wanted and not any((*made.dps, *made.dxs)):
                 feature("explain").check_gradient(stage, made, trees[1], request)

@@ -44,7 +44,7 @@ def compiled() -> ModuleType:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fpipe-fake-device"
     cache.mkdir(parents=True, exist_ok=True)
     library = cache / f"{name}.so"
-    with (cache / "lock").open("w") as lock:
+    with (cache / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with its process
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -79,8 +79,8 @@ def load() -> ModuleType:
 
 def register_backend(name: str = "fakeccl", faults: str = "", link: float = 0.0) -> None:
     """A backend of torch.distributed for tensors of the device, with the faults that it shall have:
-    no-avg, no-max, max-is-sum, no-scatter, no-tags, ordered, refuses coalesced calls unless
-    "coalescing". ``link`` are the seconds that a message takes.
+    no-avg, no-max, max-is-sum, no-scatter, no-tags, ordered (one order for both directions of a
+    pair), drops (keeps no tensor of a collective); it takes coalesced calls with "coalescing". ``link`` are the seconds that a message takes.
     """
     device = load()
 

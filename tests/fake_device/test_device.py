@@ -118,7 +118,7 @@ def _races(device: Any) -> dict[str, bool]:
     side = torch.Stream(f"{NAME}:0")
 
     def read(wait: bool) -> torch.Tensor:
-        device.sleep(0.02)
+        device.sleep(0.3)
         x = torch.ones(4, device=NAME)
         if wait:
             side.wait_stream(torch.accelerator.current_stream())
@@ -132,7 +132,7 @@ def _races(device: Any) -> dict[str, bool]:
         x = torch.ones(4, device=NAME)
         side.wait_stream(torch.accelerator.current_stream())
         with side:
-            device.sleep(0.02)
+            device.sleep(0.3)
             y = x * 2
         if record:
             x.record_stream(side)
@@ -143,11 +143,11 @@ def _races(device: Any) -> dict[str, bool]:
 
     two = torch.full((4,), 2.0)
     source = torch.ones(4).pin_memory()
-    device.sleep(0.02)
+    device.sleep(0.3)
     sent = source.to(NAME, non_blocking=True)
     source.fill_(3)  # before it was read
     plain = torch.ones(4)
-    device.sleep(0.02)
+    device.sleep(0.3)
     staged = plain.to(NAME, non_blocking=True)
     plain.fill_(3)
     return {

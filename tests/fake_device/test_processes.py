@@ -20,6 +20,7 @@ from fpipe.collectives.capabilities import Capabilities
 from fpipe.devices import kinds
 from fpipe.products.command.doctor import Finding, visit
 from models import MODELS, SEED
+from sample import also
 from schedule_table import Case
 
 from .cases import host, layer, network, squared
@@ -109,7 +110,9 @@ def _reference(rank: int, model: str, engine: str) -> dict[str, list[torch.Tenso
     return found
 
 
-@pytest.mark.parametrize("faults", [None, *ROWS])
+@pytest.mark.parametrize(
+    "faults", [None, "", "ordered", *also("no-avg no-max no-scatter", "max-is-sum no-tags")]
+)
 def test_steps_have_the_bits_of_the_cpu(faults: str | None, long: bool):
     seeds = range(50 if long else 1)
     found = fpipe.launch(steps_of_a_rank, faults, seeds, "mlp", ranks=2, timeout=7000)
@@ -212,8 +215,14 @@ def axis(name: str, faults: str, seeds: Sequence[int]) -> list[int]:
     return wrong
 
 
-@pytest.mark.parametrize("name", AXES)
-@pytest.mark.parametrize("faults", ROWS)
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("copies", "no-avg no-max no-scatter"),
+        ("woven", ""),
+        *also(*((name, faults) for name in AXES for faults in ROWS)),
+    ],
+)
 def test_copies_and_collectives_of_stages(name: str, faults: str, long: bool):
     seeds = range(50 if long else 1)
     assert fpipe.launch(axis, name, faults, seeds, ranks=2, timeout=7000) == [[], []]
