@@ -80,7 +80,8 @@ def load() -> ModuleType:
 def register_backend(name: str = "fakeccl", faults: str = "", link: float = 0.0) -> None:
     """A backend of torch.distributed for tensors of the device, with the faults that it shall have:
     no-avg, no-max, max-is-sum, no-scatter, no-tags, ordered (one order for both directions of a
-    pair), drops (keeps no tensor of a collective); it takes coalesced calls with "coalescing". ``link`` are the seconds that a message takes.
+    pair), drops (keeps no tensor of a collective). It takes coalesced calls with "coalescing".
+    ``link`` are the seconds that a message takes.
     """
     device = load()
 
