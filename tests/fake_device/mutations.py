@@ -67,6 +67,13 @@ TABLE = (
     ),
     Mutant(
         "passes/profile/recording.py",
+        "event.record(torch.accelerator.current_stream(device))",
+        "event.record()",
+        "clocks",
+        "events in the stream of the current device",
+    ),
+    Mutant(
+        "passes/profile/recording.py",
         "            torch.accelerator.synchronize(device)\n            return",
         "            return",
         "more:profile",

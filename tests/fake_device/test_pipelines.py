@@ -132,7 +132,16 @@ def clocks() -> list[str]:
                 for e in mine
                 if e.kind == "WAIT" and e.end < sent[e.number] - 0.05
             ]
-    return found
+    pipe = fpipe.pipeline([_sleeping] * 4, "1F1B", microbatches=4, group=group, engine="eager")
+    step = fpipe.profile(pipe)
+    step(params, x)
+    short = [e for run in step.runs[-1] for e in run.events if e.kind == "F"]
+    return found + [f"{e.action} took {e.end - e.start}" for e in short if e.end - e.start < 0.04]
+
+
+def _sleeping(p: Any, x: torch.Tensor) -> torch.Tensor:
+    load().sleep(0.05, x.device)
+    return torch.tanh(x @ p["w"])
 
 
 def test_a_profile_has_one_clock_for_all_devices():

@@ -78,7 +78,7 @@ class Clock(NamedTuple):
 
         def mark() -> torch.Event:
             event = torch.Event(device, enable_timing=True)
-            event.record()  # in the current stream of its device
+            event.record(torch.accelerator.current_stream(device))
             return event
 
         def seconds(marks: list[torch.Event]) -> list[float]:
