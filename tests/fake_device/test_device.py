@@ -118,6 +118,7 @@ def _races(device: Any) -> dict[str, bool]:
     side = torch.Stream(f"{NAME}:0")
 
     def read(wait: bool) -> torch.Tensor:
+        torch.accelerator.synchronize()  # what was freed is spoiled
         device.sleep(0.3)
         x = torch.ones(4, device=NAME)
         if wait:
