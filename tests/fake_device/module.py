@@ -29,6 +29,10 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
+def _lazy_init() -> None:
+    """Called by torch before the first tensor; torch 2.11 synchronizes only where it is there."""
+
+
 def device_count() -> int:
     """The number of devices, of the variable FAKE_DEVICES."""
     return extension.device_count()
