@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..devices import kind
-from ..errors import GroupError
+from ..errors import GroupError, MismatchError
 from ._store import backends as backends_of, set_timeout
 from .agreement import Agreement, Reduced
 from .bounded import of_group, within
@@ -71,8 +71,7 @@ class C10dGroup(Group):
         can: Capabilities | None = None,
         journal: Journal | None = None,
     ):
-        of_table, self.cpu = _capabilities(pg, device)
-        self.can = can or of_table
+        self.can, self.cpu = capabilities_of(pg, device, can)
         self.pg = pg
         self.size = pg.size()
         self.rank = pg.rank()
@@ -408,7 +407,7 @@ class C10dGroup(Group):
         self._monitor.failed(error)
         if self._memory is not None:
             self._memory.fail()
-        elif self._blocking:
+        elif self._blocking and not isinstance(error, MismatchError):  # all ranks raise that
             hang_up(self.pg, self._back)
 
     def lost(self) -> int | None:
@@ -420,19 +419,24 @@ class C10dGroup(Group):
         self._monitor.journal.close()
 
 
-def _capabilities(
-    pg: dist.ProcessGroup, device: torch.device
+def capabilities_of(
+    pg: dist.ProcessGroup, device: torch.device, can: Capabilities | None = None
 ) -> tuple[Capabilities, Capabilities | None]:
-    """Those of the table for a device, and for the CPU where that is another one."""
+    """Those for a device, by default of the table, and for the CPU where that is another one.
+
+    A device that no backend carries is served by the CPU's.
+    """
     backends = backends_of(pg)
-    if device.type not in backends:
+    own = backends.get(device.type, backends.get("cpu"))
+    if own is None or device.type == "meta":
         raise GroupError(
             f"the process group carries {', '.join(backends)} and this rank is on "
             f"{device.type}; start it with backend={kind(device.type).backends!r}"
         )
-    separate = "cpu" in backends and device.type != "cpu"
-    cpu = Capabilities.of("cpu", backends["cpu"]) if separate else None
-    return Capabilities.of(device.type, backends[device.type]), cpu
+    cpu = None
+    if "cpu" in backends and device.type != "cpu":
+        cpu = Capabilities.of("cpu", backends["cpu"])
+    return can or Capabilities.of(device.type, own), cpu
 
 
 def _twin(pg: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:

@@ -3,8 +3,8 @@
 
 A row has a device type and a backend, because one name may denote two libraries ("hccl" is Ascend's
 and Habana's). What a row does not name is unknown, refused or computed wrongly, and is never asked
-for. The row of gloo was tested on torch 2.11 and 2.13; the others come from documentation, source
-code and issues.
+for. A backend without a row is refused: torch's "fake", for one, sends nothing. The row of gloo was
+tested on torch 2.11 and 2.13; the others come from documentation, source code and issues.
 
 mean            sum, then divide                                    integers: refused
 max, min        native, else on the CPU's backend, else gather and reduce locally
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import GroupError, UnsupportedError
 from .group import OPS
 
 #: dtype class -> its dtypes
@@ -78,11 +78,18 @@ class Capabilities(NamedTuple):
 
     @classmethod
     def of(cls, device: str, backend: str) -> Capabilities:
-        """The row of the table; what every backend must support where there is none."""
+        """The row of the table. Backends of the CPU carry no tensors of another device."""
         for row in TABLE:
-            if (row.device, row.backend) == (device, backend):
-                return row
-        return cls(device, backend, _BASE)
+            if row.backend == backend:
+                if row.device == device:
+                    return row
+                if row.device == "cpu":
+                    return cls(device, backend, {})
+        raise GroupError(
+            f"fpipe does not know what backend {backend!r} does with tensors of {device}, and "
+            "torch's 'fake' sends nothing; leave backend= out, or state what it does: "
+            "fpipe.adopt(..., capabilities=)"
+        )
 
     def can(self, what: str, dtype: torch.dtype) -> bool:
         """Whether the backend supports a reduction or a move of this dtype directly."""
@@ -95,8 +102,6 @@ class Capabilities(NamedTuple):
 
 _MOVES = ("p2p", "gather")
 _ALL = ("sum", "max", "min", *_MOVES)
-#: What the documentation of torch.distributed demands of every backend.
-_BASE = {"sum": "float", **dict.fromkeys(_MOVES, "float int")}
 _COMMON = "float half int"
 _MOST = "float half complex int bool"
 TABLE: tuple[Capabilities, ...] = (
@@ -112,8 +117,6 @@ TABLE: tuple[Capabilities, ...] = (
         },
         "tags early crossed",
     ),
-    # Gloo carries no tensors of mps.
-    Capabilities("mps", "gloo", {}),
     # Averages were reported wrong for one rank. Tags are ignored. A pair has one stream: two
     # simultaneous sends deadlock.
     Capabilities(

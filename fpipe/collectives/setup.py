@@ -20,7 +20,7 @@ from ..devices import current, keep_freed, kind, pick
 from ..errors import FpipeError, GroupError
 from ._store import backends as backends_of, prefixed, set_timeout
 from .bounded import BoundedStore, host, of_group
-from .c10d import C10dGroup
+from .c10d import C10dGroup, capabilities_of
 from .capabilities import Capabilities
 from .faults import FaultMonitor, too_many_files
 from .journal import Journal
@@ -131,6 +131,7 @@ def _seconds(timeout: float | timedelta) -> float:
 def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) -> MeshGroup:
     world = dist.group.WORLD
     assert world is not None
+    capabilities_of(world, device)  # first: torch's fake backend has no store either
     try:
         store, _ = of_group(world, seconds)
         journal = Journal(store, dist.get_rank())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import torch
@@ -31,8 +31,8 @@ from .config import Config
 from .mistakes import no_params
 from .request import Kind, Request
 
-#: Programs by stage and device.
-LocalPrograms: TypeAlias = Mapping[tuple[int, torch.device], Programs]
+#: Programs by stage, None for the loss, and device.
+LocalPrograms: TypeAlias = Mapping[tuple[int | None, torch.device], Programs]
 _NOTHING = tree.flatten(None)[1]
 
 
@@ -45,7 +45,6 @@ class TracedKind:
     kind: Kind
     interfaces: tuple[Interface, ...] = ()
     programs: LocalPrograms = field(default_factory=dict)
-    loss: Programs | None = None
     each: bool = False  # whether the function each= reads all outputs
     slice: int = 0  # where stages have carries: the number of this slice in its microbatch
     slices: int = 1  # where stages have carries: the slices of a microbatch
@@ -69,9 +68,14 @@ class TracedKind:
         device = config.group.device(rank)
         stages = request.schedule.placement.stages_of(rank)
         programs = {stage: self.programs[stage, device] for stage in stages}
-        return ProgramSet(self.graph, programs, self.loss)
+        return ProgramSet(self.graph, programs, self.programs.get((None, device)))
 
-    def local(self, stage: int) -> Programs | None:
+    @property
+    def loss(self) -> Programs | None:
+        """The programs of the loss on any device."""
+        return self.local(None)
+
+    def local(self, stage: int | None) -> Programs | None:
         """The programs of a stage on any device; None if it is on another process."""
         return next((programs for (s, _), programs in self.programs.items() if s == stage), None)
 
@@ -147,29 +151,21 @@ def trace_stage(
         carry_leaves = len(carry.leaves)
         x = feature("slices").with_carry(x, carry)
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
-    devices = list(dict.fromkeys(map(config.group.device, ranks)))
-
-    def programs_on_devices(fn):
-        return {
-            (stage, device): _programs(config, request, fn, trees, device, stage, unused)
-            for device in devices
-        }
-
+    on_devices = partial(_programs, config, request, ranks, stage, trees, unused)
     y = None
     if function.carry:
-        first = traced.slice == 0
-        last = traced.slice == traced.slices - 1
-        traced_slice = feature("slices").traced_slice
-        programs, y = traced_slice(function, first, last, carry_leaves, programs_on_devices)
+        programs, y = feature("slices").traced_slice(
+            function, traced.slice == 0, traced.slice == traced.slices - 1, carry_leaves, on_devices
+        )
     else:
-        programs = programs_on_devices(function)
+        programs = on_devices(function)
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
-    interface = Interface.of(programs[stage, devices[0]], paths, carry_leaves, y)
+    interface = Interface.of(next(iter(programs.values())), paths, carry_leaves, y)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
 
 
-def loss_programs(config: Config, request: Request, traced: TracedKind) -> Programs:
-    """Trace the loss. Every process does, so that each knows what the loss returns."""
+def with_loss(config: Config, request: Request, traced: TracedKind) -> TracedKind:
+    """With the loss, on the devices of all ranks here, so that each knows what the loss returns."""
     assert config.loss is not None
     _, targets, sides = traced.kind
     trees = [traced.output().as_input(), *targets]
@@ -179,33 +175,34 @@ def loss_programs(config: Config, request: Request, traced: TracedKind) -> Progr
         leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
     stage = loss_stage(config.loss, request.has_aux, request.each)
-    ranks = ranks_here(config, request, config.stages - 1) or config.group.here
-    device = config.group.device(ranks[0])
-    params = AbstractTree.of({})
-    state = AbstractTree.of(None)
-    programs = _programs(config, request, stage, [params, x, sides[-1], state], device, None)
-    check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
-    return programs
+    trees = [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)]
+    losses = _programs(config, request, config.group.here, None, trees, frozenset(), stage)
+    for programs in losses.values():
+        check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
+    return replace(traced, programs={**traced.programs, **losses})
 
 
 def _programs(
     config: Config,
     request: Request,
-    stage: Stage,
-    trees: Sequence[AbstractTree],
-    device: torch.device,
+    ranks: Sequence[int],
     index: int | None,
-    unused: frozenset[int] = frozenset(),
-) -> Programs:
-    """Trace stage ``index``, or the loss (None), on a device."""
+    trees: Sequence[AbstractTree],
+    unused: frozenset[int],
+    stage: Stage,
+) -> LocalPrograms:
+    """Trace stage ``index``, or the loss (None), on the devices of ranks."""
     group = config.group
-    name = "the loss" if index is None else f"stage {index}"
-    group.notes(group.here[0])(f"{TRACING} {name}")
+    note = group.notes(group.here[0])
+    note(f"{TRACING} the loss" if index is None else f"{TRACING} stage {index}")
+    traced = {}
     try:
-        made = programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
-        if trees[0].wanted and not any((*made.dps, *made.dxs)):
-            feature("explain").check_gradient(stage, made, trees[1], request)
-        return made
+        for device in dict.fromkeys(map(group.device, ranks)):
+            made = programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
+            if trees[0].wanted and not any((*made.dps, *made.dxs)):
+                feature("explain").check_gradient(stage, made, trees[1], request)
+            traced[index, device] = made
+        return traced
     except StageError as error:
-        located = feature("explain").located
-        raise type(error)(located(str(error), trees, index)) from error.__cause__
+        text = feature("explain").located(str(error), trees, index)
+        raise type(error)(text) from error.__cause__

@@ -144,14 +144,16 @@ def merge(parts: Sequence[Tree], axis: int = 0) -> Tree:
 
 
 def _merge_leaf(column: Sequence[Any], axis: int) -> Any:
-    if not isinstance(column[0], torch.Tensor):
-        return column[0]
+    first = column[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    column = [t.to(first.device) for t in column]  # replicas of a stage may be on several
     try:
-        if column[0].dim() <= axis:
-            return torch.stack(list(column), min(axis, column[0].dim()))
+        if first.dim() <= axis:
+            return torch.stack(column, min(axis, first.dim()))
         if len(column) > 1:
-            return torch.cat(list(column), axis)
-        return column[0]
+            return torch.cat(column, axis)
+        return first
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(t.shape)) for t in column)
         if axis:

@@ -31,7 +31,7 @@ from . import unused
 from .config import Config
 from .execute import Executable, bind
 from .handshake import on_all_ranks
-from .kinds import TracedKind, loss_programs, trace_next_stages
+from .kinds import TracedKind, trace_next_stages, with_loss
 from .mistakes import no_report
 from .option_checks import check_patterns
 from .request import Request
@@ -196,7 +196,7 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
         return advanced
 
     def trace_loss(known: Traced) -> Traced:
-        return [replace(kind, loss=loss_programs(config, request, kind)) for kind in known]
+        return [with_loss(config, request, kind) for kind in known]
 
     traced = [
         TracedKind(kind, each=request.each, slice=number % chain, slices=chain)

@@ -220,6 +220,22 @@ def test_init_says_what_is_wrong(arguments: dict, message: str):
         init(**arguments)
 
 
+def _over_a_fake() -> str:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with pytest.raises(GroupError) as refused:
+        init()
+    return str(refused.value)
+
+
+def test_a_backend_that_sends_nothing_is_refused():
+    assert launch(_over_a_fake, ranks=1, timeout=60)[0] == (
+        "fpipe does not know what backend 'fake' does with tensors of cpu, and torch's 'fake' "
+        "sends nothing; leave backend= out, or state what it does: fpipe.adopt(..., capabilities=)"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [

@@ -16,7 +16,7 @@ from fpipe.collectives.capabilities import (
     sending,
 )
 from fpipe.collectives.group import OPS
-from fpipe.errors import UnsupportedError
+from fpipe.errors import GroupError, UnsupportedError
 
 F32, BF16, I64, I16, U8, BOOL = (
     torch.float32,
@@ -29,7 +29,7 @@ F32, BF16, I64, I16, U8, BOOL = (
 GLOO = Capabilities.of("cpu", "gloo")
 NCCL = Capabilities.of("cuda", "nccl")
 XCCL = Capabilities.of("xpu", "xccl")
-NOBODY = Capabilities.of("cpu", "nobody")
+NOBODY = Capabilities("cpu", "nobody", {"sum": "float", "p2p": "float int", "gather": "float int"})
 
 
 # ---- the table ----
@@ -55,6 +55,17 @@ def test_unknown_counts_as_unsupported():
     assert not NOBODY.can("max", F32)
     assert not NOBODY.habit("early")
     assert not NCCL.can("sum", torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "fake"), ("cuda", "nobody")])
+def test_a_backend_without_a_row_is_refused(device: str, backend: str):
+    with pytest.raises(GroupError, match=f"does not know what backend '{backend}' does .*{device}"):
+        Capabilities.of(device, backend)
+
+
+def test_gloo_carries_tensors_of_the_cpu_alone():
+    for device in ("mps", "cuda", "newcomer"):
+        assert Capabilities.of(device, "gloo") == Capabilities(device, "gloo", {})
 
 
 def test_every_dtype_has_a_class():

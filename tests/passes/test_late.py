@@ -569,7 +569,7 @@ def on_processes(dp: int) -> Any:
 def test_on_processes(ranks, dp, shared):
     """Bits of all at once; iterators that fail end on all ranks, which go on."""
     env = {"FPIPE_SHARED_MEMORY": shared}
-    found = fpipe.launch(on_processes, dp, ranks=ranks, env=env, start="fork", timeout=120)
+    found = fpipe.launch(on_processes, dp, ranks=ranks, env=env, timeout=120)
     for results in zip(*found, strict=True):
         if isinstance(results[0], str):
             assert len(set(results)) == 1, "all ranks raise the same error"
@@ -621,7 +621,7 @@ def test_backwards_run_while_a_microbatch_is_missing(order, shared):
     env = {"FPIPE_SHARED_MEMORY": shared}
     early = order != "row" and shared == "1"
     fn = partial(late_for_a_backward, order, 20 if early else 0.5)
-    ranks = fpipe.launch(fn, ranks=2, env=env, start="fork", timeout=120)
+    ranks = fpipe.launch(fn, ranks=2, env=env, timeout=120)
     came, _ = ranks[0]
     assert came == [early]
     want = step(fpipe.local(2), "GPipe", stages=[noted] * 4, engine="eager", seed=0)

@@ -59,7 +59,6 @@ def _record(
 ) -> Recorded[T]:
     graph = kind()
     with module.device(device):
-        module.synchronize()
         with module.graph(graph):
             results = fn()
         return Recorded(results, graph.replay)

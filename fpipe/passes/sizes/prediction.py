@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...collectives.codec import encode
 from ...engine.config import Config
 from ...engine.interfaces import as_data
-from ...engine.kinds import TracedKind, loss_programs, ranks_here, trace_stage
+from ...engine.kinds import TracedKind, ranks_here, trace_stage, with_loss
 from ...engine.prepare import Prepared
 from ...engine.request import Kind, Request
 from ...errors import FpipeError
@@ -159,7 +159,7 @@ def _expected(config: Config, request: Request, kind: Kind, seen: Sequence[Seen]
             unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
             traced = trace_stage(config, request, traced, None, stage, unused)
     if config.loss is not None:
-        traced = replace(traced, loss=loss_programs(config, request, traced))
+        traced = with_loss(config, request, traced)
     lacking = request.mode != "forward" and traced.graph.lacks_cotangents()
     if traced.interfaces != interfaces or lacking:
         raise UnexpectedError

@@ -98,7 +98,7 @@ def dies(path: Path, shared: str, rank: int, port: int) -> None:
 @pytest.mark.parametrize("shared", ["0", "1"])
 def test_a_process_is_killed(shared: str, tmp_path: Path) -> None:
     """Every rank that remains ends with the numbers of the whole run, and its log is complete."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     processes = [context.Process(target=dies, args=(tmp_path, shared, r, port)) for r in range(4)]

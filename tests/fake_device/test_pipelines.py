@@ -1,0 +1,148 @@
+"""Pipelines on several fake devices of one process have the CPU's bits, whatever the delays.
+
+``--long`` runs every schedule, model and engine under 50 seeds of delays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from models import MODELS
+from sample import covering
+from schedule_table import TABLE, Case, cases
+
+from . import cases as pipelines
+from .loader import NAME, load, missing
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.xdist_group("fake device"),
+    pytest.mark.timeout(7200),
+]
+ENGINES = ("trace", "eager")
+
+
+def found(rows: list[tuple[Case, str, str]], seeds: int) -> list[str]:
+    """What is wrong with a step of each row, in one process."""
+    return [
+        f"{row}: {what}"
+        for at, row in enumerate(rows)
+        for what in pipelines.wrong(
+            pipelines.of_model(row), row[0].ranks, range(at, at + seeds)
+        )
+    ]  # fmt: off
+
+
+def _columns(row: tuple[Case, str, str]) -> tuple[object, ...]:
+    case, model, engine = row
+    return case.name, model, engine, case.ranks
+
+
+def test_every_schedule_has_the_bits_of_the_cpu(long: bool):
+    rows = [
+        (case, model, engine)
+        for case in cases(ranks=(2, 4), microbatches=(4,))
+        for model in MODELS
+        for engine in ENGINES
+    ]
+    if not long:
+        rows = covering(rows, _columns)
+    assert {case.name for case, _, _ in rows} == {family.name for family in TABLE}
+    seeds = 50 if long else 1
+    assert fpipe.launch(found, rows, seeds, ranks=1, timeout=7000) == [[]]
+
+
+def _more(names: list[str], seeds: int) -> list[str]:
+    return [
+        f"{name}: {what}"
+        for at, name in enumerate(names)
+        for what in pipelines.wrong(pipelines.MORE[name], 2, range(at, at + seeds))
+    ]
+
+
+def test_whatever_else_a_pipeline_does(long: bool):
+    seeds = 50 if long else 1
+    assert fpipe.launch(_more, list(pipelines.MORE), seeds, ranks=1, timeout=7000) == [[]]
+
+
+# ---- the host ----
+def _waits(pipe: fpipe.Pipeline, calls: int = 3) -> int:
+    """How often the host waits for a device in a step."""
+    device = load()
+    params, x, t = pipelines.network(4)
+    params = pipe.place(params)
+    before = 0
+    for _ in range(calls):
+        before = device.host_waits()
+        fpipe.value_and_grad(pipe)(params, x, t)
+    return device.host_waits() - before
+
+
+def waits_of_the_host() -> list[str]:
+    """Pipelines in whose steps the host waits more often than for gradients that go to the CPU."""
+    load()
+    plain = lambda p, x: torch.tanh(x @ p["w"] + p["b"])
+
+    def pipe(name: str, places: list[str], **options: Any) -> fpipe.Pipeline:
+        group = fpipe.local(devices=places)
+        return fpipe.pipeline(
+            [plain] * 4, name, loss=pipelines.squared, microbatches=4, group=group, **options
+        )
+
+    two = [f"{NAME}:0", f"{NAME}:1"]
+    expected = {
+        "ZBV": (pipe("ZBV", two), 0),
+        "on autograd": (pipe("ZBV", two, engine="eager"), 0),
+        "ready": (pipe("1F1B", two, order="ready"), 0),
+        "from the CPU": (pipe("Interleaved1F1B", ["cpu", two[0]]), 12),
+        "captured": (pipe("ZBV", two[:1] * 2).captured(), 0),
+    }
+    found = {name: (_waits(made), most) for name, (made, most) in expected.items()}
+    return [f"{name}: {waits}" for name, (waits, most) in found.items() if waits > most]
+
+
+def test_the_host_does_not_wait_in_a_step():
+    assert fpipe.launch(waits_of_the_host, ranks=1, timeout=300) == [[]]
+
+
+def clocks() -> list[str]:
+    """Messages that a profile on two devices has earlier than they were sent."""
+    device = load()
+    params, x, t = pipelines.network(4)
+    group = fpipe.local(devices=[f"{NAME}:1", f"{NAME}:2"])  # neither is the current one
+    pipe = fpipe.pipeline(
+        [pipelines.layer] * 4, "1F1B", loss=pipelines.squared, microbatches=4, group=group, seed=1
+    )
+    params = pipe.place(params)
+    fpipe.value_and_grad(pipe)(params, x, t)
+    found = []
+    for busy in (1, 2):
+        device.sleep(0.3, busy)
+        step = fpipe.profile(fpipe.value_and_grad(pipe))
+        step(params, x, t)
+        events = {run.rank: run.events for run in step.runs[-1]}
+        for rank, mine in events.items():
+            sent = {e.number: e.start for e in events[1 - rank] if e.kind == "SEND"}
+            found += [
+                f"{busy}: {e.action} {sent[e.number] - e.end}"
+                for e in mine
+                if e.kind == "WAIT" and e.end < sent[e.number] - 0.05
+            ]
+    pipe = fpipe.pipeline([_sleeping] * 4, "1F1B", microbatches=4, group=group, engine="eager")
+    step = fpipe.profile(pipe)
+    step(params, x)
+    short = [e for run in step.runs[-1] for e in run.events if e.kind == "F"]
+    return found + [f"{e.action} took {e.end - e.start}" for e in short if e.end - e.start < 0.04]
+
+
+def _sleeping(p: Any, x: torch.Tensor) -> torch.Tensor:
+    load().sleep(0.05, x.device)
+    return torch.tanh(x @ p["w"])
+
+
+def test_a_profile_has_one_clock_for_all_devices():
+    assert fpipe.launch(clocks, ranks=1, timeout=300) == [[]]
