@@ -48,9 +48,9 @@ def meet(seconds: float) -> tuple[Store, int, int]:
     return prefixed(prefix, _MET[address]), rank, size
 
 
-def variable(name: str, least: int, most: int | None = None) -> int:
+def variable(name: str, least: int, most: int | None = None, default: str = "") -> int:
     """The number in an environment variable; GroupError if there is none."""
-    text = os.environ.get(name, "")
+    text = os.environ.get(name, default)
     if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
         return int(text)
     limit = "" if most is None else f" to {most}"

@@ -103,7 +103,7 @@ def init(
                 "them with torchrun"
             )
         return local(devices=[pick(device)] * (pp or 1))
-    picked = pick(device, variable("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else 0)
+    picked = pick(device, variable("LOCAL_RANK", 0, default="0"))
     if not started:
         _start(picked, backend, seconds)
     pp = _shape(pp, dp, tp)
@@ -226,8 +226,7 @@ def _launched() -> bool:
         from .launchers import variables
 
         os.environ.update(variables())
-    several = "WORLD_SIZE" in os.environ and variable("WORLD_SIZE", 1) > 1
-    return several or "TORCHELASTIC_RUN_ID" in os.environ
+    return variable("WORLD_SIZE", 1, default="1") > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _start(device: torch.device, backend: str | None, seconds: float) -> None:
@@ -244,7 +243,7 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
             dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     except GroupError:
         raise
-    except (RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         raise GroupError(
             f"the processes could not meet at the store of the job ({error}). Look at {host()[0]}, "
             "which hosts it, first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which "

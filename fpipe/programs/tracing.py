@@ -155,7 +155,7 @@ def joint_graph(
     with mode:
         groups = fake_inputs(signature)
         cotangents = [empty(aval) for aval in outputs.cotangents.values()]
-    names = [f"dy{j}" for j in outputs.y.avals] + ["daux"]
+    names = [*(f"dy{j}" for j in outputs.y.avals), *(["daux"] if outputs.aux is not None else [])]
     slots = signature.slots
     cached = torch.is_autocast_cache_enabled()  # make_fx switches it off
 
@@ -168,7 +168,7 @@ def joint_graph(
         with caching(cached):
             result = call(stage, signature, arguments, outputs.copies)
         ends = list(filter(tree.is_tensor, tree.leaves((result.y, result.aux))))
-        live = [end for name, end in zip(names, ends, strict=False) if name in outputs.cotangents]
+        live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
             dys = hook(live, [*arguments[0], *arguments[1]], flat[len(slots) :])

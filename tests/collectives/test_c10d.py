@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -257,6 +258,16 @@ def test_variables_of_a_launcher(name: str, text: str, rule: str, monkeypatch: p
         monkeypatch.setenv(key, value)
     with pytest.raises(GroupError, match=rf"{name} .*{rule}"):
         init(device="cpu")
+    assert os.environ[name] == text
+
+
+@pytest.mark.filterwarnings("ignore:Device capability of nosuch")
+def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
+    job = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "1"}
+    for key, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", **job}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(GroupError, match=r"could not meet .*nosuch.* check RANK, WORLD_SIZE"):
+        init(device="cpu", backend="nosuch")
 
 
 # ---- the doctor ----

@@ -8,13 +8,12 @@ the order of the row; where the group has streams, those of each stage and fact 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from threading import Thread
 
-from ...collectives.group import Pending as Arrival, Tensors, Work
+from ...collectives.bounded import in_thread
+from ...collectives.group import Pending as Arrival
 from ...lowering.builder import Builder
 from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
 from ...lowering.instructions import SEND_STEP, Send, Wait, step_of
@@ -181,19 +180,11 @@ class Beside(Op):
 
         def step(r: Registers) -> Pending:
             work, writes = take(r)
-            future = Future[Tensors]()
-            run = partial(copy_context().run, _run, work, future)
-            Thread(target=run, daemon=True).start()
+            waits = partial(copy_context().run, work.wait)
+            future = in_thread(waits, "fpipe-takes", daemon=True)
             return Arrival(future.result, future.done), writes
 
         return step
-
-
-def _run(work: Work, future: Future[Tensors]) -> None:
-    try:
-        future.set_result(work.wait())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _instructions(plan: Plan, lanes: Mapping[int, int]) -> Iterator[Instruction]:
