@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -151,12 +152,13 @@ class Bench:
         self.tokens = torch.randint(VOCABULARY, (MICROBATCHES, tokens), device=device)
         self.targets = torch.randint(VOCABULARY, (MICROBATCHES, tokens), device=device)
 
-    def pipeline(self, **how: Any) -> Callable[[], Any]:
+    def pipeline(self, captured: bool = False, **how: Any) -> Callable[[], Any]:
         """A ZBV step."""
         group = fpipe.local(devices=[str(self.device)] * RANKS)
         pipe = fpipe.pipeline(
             FUNCTIONS, "ZBV", loss=loss, microbatches=MICROBATCHES, group=group, **how
         )
+        pipe = pipe.captured() if captured else pipe
         return partial(fpipe.value_and_grad(pipe), self.params, self.tokens, self.targets)
 
     def plain(self, run: Callable[..., torch.Tensor] = model, ahead: int = 1) -> Callable[[], Any]:
@@ -216,44 +218,41 @@ def in_flight() -> int:
     return -(-sum(fpipe.make_schedule("ZBV", RANKS, MICROBATCHES).simulate().peak) // STAGES)
 
 
-def rows(device: torch.device, width: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def rows(device: torch.device, width: int, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
     """All comparisons."""
     bench = Bench(device, width, tokens, rounds)
-    found = [bench.compare("step, eager", bench.pipeline(), bench.plain(), 1.02)]
+    yield bench.compare("step, eager", bench.pipeline(), bench.plain(), 1.02)
     if device.type != "cpu":
         compiled = torch.compile(model, dynamic=False)
-        found.append(
-            bench.compare(
-                "step, inductor", bench.pipeline(compile="inductor"), bench.plain(compiled), 1.0
-            )
-        )
-        found.append(bench.memory(in_flight()))
+        inductor = bench.pipeline(compile="inductor")
+        yield bench.compare("step, inductor", inductor, bench.plain(compiled), 1.0)
+        yield bench.memory(in_flight())
     work = host_work("ZBV", device=str(device))["us each"]
-    found.append(
-        {
-            "what": "host work per instruction",
-            "fpipe": work,
-            "peer": None,
-            "ratio": None,
-            "limit": 5.0,
-            "unit": "us",
-        }
-    )
+    yield {
+        "what": "host work per instruction",
+        "fpipe": work,
+        "peer": None,
+        "ratio": None,
+        "limit": 5.0,
+        "unit": "us",
+    }
     small = Bench(device, 64, 16, rounds)
     if device.type != "cpu":
-        found.append(
-            small.compare("small stages, graph", small.pipeline().captured(), small.pipeline(), 0.3)
-        )
-    return found
+        graph = small.pipeline(captured=True)
+        yield small.compare("small stages, graph", graph, small.pipeline(), 0.3)
 
 
-def of_a_layer(device: torch.device, hidden: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def of_a_layer(
+    device: torch.device, hidden: int, tokens: int, rounds: int
+) -> Iterator[dict[str, Any]]:
     """A layer with the proportions of Llama 8B, and weaving."""
     shape = Shape(hidden, max(hidden // 128, 4), max(hidden // 512, 1), 7 * hidden // 2)
     split = Split(device, shape, tokens)
-    found = [*split.rows(rounds), *of_a_step(split, shape)]
-    found += [offload(Split(device, shape, times * tokens), times * tokens) for times in (1, 2, 4)]
-    return [*found, weave(device, hidden // 2, tokens, max(rounds // 3, 1))]
+    yield from split.rows(rounds)
+    yield from of_a_step(split, shape)
+    for times in (1, 2, 4):
+        yield offload(Split(device, shape, times * tokens), times * tokens)
+    yield weave(device, hidden // 2, tokens, max(rounds // 3, 1))
 
 
 def main() -> None:
@@ -276,9 +275,10 @@ def main() -> None:
         f"{MICROBATCHES} microbatches\n"
     )
     print(f"{'':38} {'fpipe':>10} {'peer':>10} {'':4} {'ratio':>6} {'at most':>8}")
-    found = rows(device, args.width, args.tokens, args.rounds)
-    found += of_a_layer(device, args.hidden, 2 * args.tokens, args.rounds)
-    for r in found:
+    found = []
+    layers = of_a_layer(device, args.hidden, 2 * args.tokens, args.rounds)
+    for r in chain(rows(device, args.width, args.tokens, args.rounds), layers):
+        found.append(r)
         parts = ((r["peer"], ".3f"), (r["ratio"], ".3f"), (r["limit"], ".2f"))
         peer, ratio, limit = ("" if value is None else f"{value:{width}}" for value, width in parts)
         print(f"{r['what']:38} {r['fpipe']:10.3f} {peer:>10} {r['unit']:4} {ratio:>6} {limit:>8}")

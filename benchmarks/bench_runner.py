@@ -14,7 +14,7 @@ import torch
 import fpipe
 from benchmarks.command import options, save
 from benchmarks.stages import square
-from fpipe.engine import steps as runner
+from fpipe.lowering.instructions import Run
 
 NAMES = (
     "GPipe",
@@ -63,11 +63,11 @@ def measure(
     timed_pipe = fpipe.pipeline(
         [block] * count, name, loss=square, microbatches=microbatches, group=group
     )
-    original = runner._program
-    runner._program = lambda ins, *rest: original(_with(ins, timed(ins.program.run)), *rest)
+    original = Run.bind
+    Run.bind = lambda op, ins, machine: original(_with(op, timed(op.program.run)), ins, machine)
     timed_step = fpipe.value_and_grad(timed_pipe)
     timed_step(params, x, x)
-    runner._program = original
+    Run.bind = original
     whole, programs = [], []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -85,10 +85,10 @@ def measure(
     }
 
 
-def _with(ins, run):
-    program = copy(ins.program)
+def _with(op, run):
+    program = copy(op.program)
     object.__setattr__(program, "run", run)  # a timed copy of a frozen program
-    return replace(ins, program=program)
+    return replace(op, program=program)
 
 
 def main() -> None:

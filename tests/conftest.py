@@ -22,6 +22,9 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch is imported: the tensors are small, and tests run in parallel
 
+# A name server that loses a query costs a connection to a store 1 second, not 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+
 hypothesis.settings.register_profile("fpipe", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("fpipe")
 

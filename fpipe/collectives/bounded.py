@@ -85,10 +85,10 @@ def of_group(pg: dist.ProcessGroup, seconds: float) -> tuple[BoundedStore, int]:
     store holds that count, so it is right also for a process that was restarted while the store
     kept running.
     """
-    store = default_store()
+    store = BoundedStore(default_store(), seconds)
     name = f"fpipe/group/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
-    nth = BoundedStore(store, seconds).add(f"{name}/{pg.rank()}", 1)
-    return BoundedStore(prefixed(f"{name}/{nth}", store), seconds), nth
+    nth = store.add(f"{name}/{pg.rank()}", 1)
+    return store.prefixed(f"{name}/{nth}"), nth
 
 
 def host() -> tuple[str, int | None]:
@@ -119,6 +119,19 @@ class BoundedStore:
         self.pause = pause
         self._connection: Store | None = None
         self._lost_at = float("-inf")
+
+    def prefixed(self, prefix: str) -> BoundedStore:
+        """The same store, over the same connection, in which every key has a prefix."""
+        store = BoundedStore(prefixed(prefix, self.raw), self.seconds, self.pause)
+        if self._connection is not None:
+            store._connection = prefixed(prefix, self._connection)
+        return store
+
+    def connect(self) -> None:
+        """Open the connection now: a name server may take seconds to answer, which a call with a
+        short bound does not have.
+        """
+        self._run(lambda _: None)
 
     def set(self, key: str, value: Any) -> None:
         """Store a value, text or bytes."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..devices import kind
+from ..devices import identity, kind
 from ..errors import GroupError, MismatchError
 from ._store import backends as backends_of, set_timeout
 from .agreement import Agreement, Reduced
@@ -78,25 +78,28 @@ class C10dGroup(Group):
         self.here = (self.rank,)
         self.timeout = timeout
         self._device = device
+        store, nth = of_group(pg, timeout)
+        names = dist.get_process_group_ranks(pg)
+        self._monitor = FaultMonitor(store, self.rank, names, timeout, journal, pg)
+        self._agreement = Agreement(store, self._monitor, nth)
+        self._rendezvous = Rendezvous(
+            store, self._monitor, self._agreement.check, self._agreement.next_round
+        )
+        #: Whether ranks share a device: then messages and collectives go through the CPU.
+        self.shared = can is None and self.cpu is not None and self._shares_a_device()
+        if self.shared:
+            self.can = self.can._replace(dtypes={}, habits="")
         method = sending(self.can, self.cpu)
         self.strict = not method.early
-        self._staged = method.staged
+        self.staged = method.staged
         carrier = (method.staged and self.cpu) or self.can
         self._tagged = carrier.habit("tags")
         # A backend that works on streams is waited for by the stream: a time-out would block this
         # thread instead.
         self._blocking = device.type in ("cpu", "meta") or method.staged
-
-        store, nth = of_group(pg, timeout)
-        names = dist.get_process_group_ranks(pg)
-        self._monitor = FaultMonitor(store, self.rank, names, timeout, journal, pg)
         with self._monitor.connecting():
             #: The process group of messages to lower ranks.
             self._back = _twin(pg) if method.two_groups and self.size > 1 else pg
-        self._agreement = Agreement(store, self._monitor, nth)
-        self._rendezvous = Rendezvous(
-            store, self._monitor, self._agreement.check, self._agreement.next_round
-        )
         self._memory: SharedMemory | None = None
         self.at_once = False
         self._compare_calls()
@@ -105,6 +108,13 @@ class C10dGroup(Group):
         self._late: list[deque[Pending]] = [deque() for _ in range(self.size)]
         #: Receives under way, and messages that never arrive: buffers of the backend.
         self._held: dict[int, object] = {}
+
+    def _shares_a_device(self) -> bool:
+        """Whether two ranks are on one device: backends of accelerators refuse that, or hang."""
+        with self._monitor.connecting():
+            names = self._rendezvous.gather(identity(self._device))
+        devices = [name for name in names if name]
+        return len(set(devices)) < len(devices)
 
     def _compare_calls(self) -> None:
         """Choose the exchange of digests, and connect with the ranks of this host."""
@@ -141,7 +151,7 @@ class C10dGroup(Group):
         def send(tensors: Tensors) -> Work:
             self._monitor.check()
             buffers = list(form.pack(tensors, src, dst))
-            if self._staged:
+            if self.staged:
                 buffers = [buffer.cpu() for buffer in buffers]
             works = self._post(pg.send, buffers, dst, "to send to")
 
@@ -169,7 +179,7 @@ class C10dGroup(Group):
 
         def post() -> Work:
             self._monitor.check()
-            buffers = form.empty(_CPU if self._staged else self._device)
+            buffers = form.empty(_CPU if self.staged else self._device)
             works = list[dist.Work]()
             self._held[id(works)] = works, buffers
             works += self._post(pg.recv, buffers, src, "for a message from")
@@ -322,7 +332,7 @@ class C10dGroup(Group):
         form = wire_format(specs)
         if self._memory is not None:
             return self._memory.share(form, mine, src)
-        device = _CPU if self._staged else self._device
+        device = _CPU if self.staged else self._device
         if mine is None:
             buffers = form.empty(device)
             peer, doing = src, "for the shared tensors of"
@@ -357,7 +367,7 @@ class C10dGroup(Group):
     def start_gather(self, memory: Tensor) -> Work:
         """As bytes."""
         self._check()
-        staged = self._staged and memory.device.type != "cpu"
+        staged = self.staged and memory.device.type != "cpu"
         return self._started(lambda: start_gather(memory, staged, self.pg), "for the parts of")
 
     def _started(self, start: Callable[[], Started], doing: str) -> Pending:

@@ -31,7 +31,7 @@ from .trail import GONE, RAISED, Trail, at, search
 
 _LATE = ("timed out", "timeout", "time out")
 _OF_STORE = StoreLostError, dist.DistNetworkError, dist.DistStoreError
-_BUDGET = 3.2  #: seconds to find the cause of an error
+_BUDGET = 4.0  #: seconds to find the cause of an error
 _PROBE = 2**31 - 1  #: the tag of a receive that no rank sends to
 #: The monitors of this process, by the name of their process group.
 _MONITORS: WeakValueDictionary[str, FaultMonitor] = WeakValueDictionary()

@@ -137,7 +137,8 @@ class Group(Protocol):
     time in seconds that a rank waits for another. ``at_once``: a send is complete when it returns,
     so plans keep no buffer for it and contain no SETTLE. A group with ``at_once`` has three
     ``streams`` in each channel. ``strict``: a send may block until its
-    receive is posted, so plans post receives exactly where the schedule places them.
+    receive is posted, so plans post receives exactly where the schedule places them. ``staged``:
+    messages go through memory of the host.
     """
 
     size: int
@@ -145,6 +146,7 @@ class Group(Protocol):
     timeout: float
     at_once: bool
     strict: bool
+    staged: bool = False
 
     def device(self, rank: int) -> torch.device:
         """The device on which a rank computes."""

@@ -84,7 +84,8 @@ class Journal:
         self._entry = Entry("", where=self._where)
         self._begun = time.monotonic()  # when its action began
         self._written = self._looked = 0.0  # when the entry was written, and others' were read
-        self._store = BoundedStore(store.raw, _PATIENCE, _PAUSE)
+        self._store = BoundedStore(store.raw, max(store.seconds, _PATIENCE), _PAUSE)
+        self._store.connect()
         self._gone = self._late = False
         self._watched: tuple[float, Callable[[], object]] | None = None
         self._until = float("inf")

@@ -19,7 +19,8 @@ from .journal import BEAT, Entry, Journal
 
 #: How likely a rank is the cause: the smallest is.
 RAISED, GONE, _SILENT, _IDLE, _WAITS = range(5)
-_SOON = 0.5  #: seconds to wait for the report of a rank whose connection broke
+#: seconds to wait for the report, or a sign of life, of a rank whose connection broke
+_SOON = 1.3 * BEAT
 
 
 class Trail(NamedTuple):
@@ -74,7 +75,7 @@ def _walk(
         if rank in seen or rank == me:
             continue
         seen.add(rank)
-        entry = _last(journal, rank, gone)
+        entry, gone = _last(journal, rank, gone)
         kind, text = _state(rank, entry, gone, rank in silent, not journal.lost)
         # of ranks that wait in a circle, the last one
         if kind < best.kind or kind == best.kind == _WAITS:
@@ -119,17 +120,18 @@ def _state(
     return _WAITS, f"rank {rank} waits for {ranks}{action}"
 
 
-def _last(journal: Journal, rank: int, gone: bool) -> Entry | None:
-    """The last entry of a rank. If it is ``gone``, this waits for its report, which may come after
-    the connection broke.
+def _last(journal: Journal, rank: int, gone: bool) -> tuple[Entry | None, bool]:
+    """The last entry of a rank, and whether it is gone. Its connection may break before its report
+    comes: on a busy machine long before.
     """
     end = time.monotonic() + _SOON
-    while True:
-        entry = journal.last(rank)
-        reported = entry is not None and entry.failure is not None
-        if reported or not gone or journal.lost or time.monotonic() > end:
-            return entry
+    entry = before = journal.last(rank)
+    while gone and not journal.lost and time.monotonic() < end:
+        if entry is not None and entry.failure is not None:
+            break
         time.sleep(0.05)
+        entry = journal.last(rank)
+    return entry, gone and (journal.lost or entry == before)
 
 
 def _silent(journal: Journal, ranks: Iterable[int]) -> frozenset[int]:

@@ -5,13 +5,14 @@
 This package must not know groups or stages.
 """
 
-from .kinds import KINDS, DeviceKind, cores, current, keep_freed, kind, pick, wide
+from .kinds import KINDS, DeviceKind, cores, current, identity, keep_freed, kind, pick, wide
 
 __all__ = [
     "KINDS",
     "DeviceKind",
     "cores",
     "current",
+    "identity",
     "keep_freed",
     "kind",
     "pick",

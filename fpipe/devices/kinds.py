@@ -186,6 +186,24 @@ def _count(type: str) -> int:
         ) from error
 
 
+def identity(device: torch.device) -> str:
+    """What tells a device from all others, in every process; empty where nothing does.
+
+    Args:
+        device: with its index in this process.
+
+    Returns:
+        The number that its maker gave it.
+
+    >>> identity(torch.device("cpu"))
+    ''
+    """
+    if device.type in ("cpu", "meta"):
+        return ""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return str(getattr(properties(device), "uuid", "")) if properties is not None else ""
+
+
 def cores() -> int:
     """The cores of the processor that this process may use.
 

@@ -125,6 +125,7 @@ def lowering_inputs(
             wants_dx=request.wants_dx,
             phased=request.mode == "vjp",
             wired=distributed and not group.at_once,
+            staged=group.staged,
             strict=group.strict,
         )
         for rank in ranks

@@ -418,7 +418,16 @@ def assign(
     results = {key: slots[key] for key in wanted if key in slots}
     row = job.schedule[rank]
     return Plan(
-        rank, tuple(instructions), size, feeds, results, split, row, tuple(keyed), uses, job.wired
+        rank,
+        tuple(instructions),
+        size,
+        feeds,
+        results,
+        split,
+        row,
+        tuple(keyed),
+        uses,
+        job.wired and not job.staged,
     )
 
 

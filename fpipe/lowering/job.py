@@ -56,6 +56,7 @@ class LoweringInput:
     wants_dx: bool = False  # whether the caller wants the gradient of x
     phased: bool = False  # all forwards come first, and all their messages before the backwards
     wired: bool = False  # some ranks are in other processes
+    staged: bool = False  # messages lie on the host
     strict: bool = False  # a send blocks until it is received
     ahead: int = 2  # how many receives are posted ahead of a wait
     features: tuple[Feature, ...] = ()

@@ -21,8 +21,7 @@ from .keys import Key
 class MemoryAccount:
     """The bytes that are held: ``live`` in all, and by storage.
 
-    ``storages`` maps values to their storages. ``wired``: messages cross processes, so receives and
-    sends hold memory.
+    ``storages`` maps values to their storages. ``wired``: messages hold memory.
     """
 
     def __init__(self, wired: bool = False) -> None:
@@ -74,10 +73,11 @@ class MemoryAccount:
 
     def settle(self, peer: int, count: int) -> None:
         """Release the oldest messages to a rank."""
-        for keys in self._sent[peer][:count]:
+        sent = self._sent.get(peer, [])
+        for keys in sent[:count]:
             for key in keys:
                 self.end(key)
-        del self._sent[peer][:count]
+        del sent[:count]
 
     def run(
         self,

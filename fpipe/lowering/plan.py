@@ -87,7 +87,7 @@ class Plan:
     #: The instructions over keys, and the use of each.
     keyed: tuple[Instruction, ...] = field(default=(), compare=False, repr=False)
     uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)
-    wired: bool = False  # some ranks are in other processes
+    wired: bool = False  # messages hold memory
     weaves: Mapping[str, Any] = field(default_factory=dict)  # by fused action
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,15 @@ def _index(device: Any) -> int:
         return device
     index = torch.device(device).index
     return current_device() if index is None else index
+
+
+class _Properties(NamedTuple):
+    uuid: str
+
+
+def get_device_properties(device: Any = None) -> _Properties:
+    """The number of a device: one for all processes, as they would share it."""
+    return _Properties(f"GPU-{_index(device)}")
 
 
 # ---- random numbers ----

@@ -71,12 +71,17 @@ def steps(place: str, group: Any, model: str, engine: str) -> dict[str, list[tor
     return found
 
 
-def steps_of_a_rank(faults: str | None, seeds: Sequence[int], model: str) -> list[str]:
+def steps_of_a_rank(
+    faults: str | None, seeds: Sequence[int], model: str, shared: bool = False
+) -> list[str]:
     """The cases and seeds of delays whose results differ from those of the CPU."""
     device = prepare(faults)
+    if shared:
+        device.device_count = lambda: 1
     group = fpipe.init()
     backend = "gloo" if faults is None else "fakeccl"
-    assert repr(group).endswith(f"on {NAME}:{dist.get_rank()} over {backend}"), group
+    index = 0 if shared else dist.get_rank()
+    assert repr(group).endswith(f"on {NAME}:{index} over {backend}"), group
     wrong = []
     for engine in ("trace", "eager"):
         device.set_delays(-1)
@@ -116,6 +121,12 @@ def _reference(rank: int, model: str, engine: str) -> dict[str, list[torch.Tenso
 def test_steps_have_the_bits_of_the_cpu(faults: str | None, long: bool):
     seeds = range(50 if long else 1)
     found = fpipe.launch(steps_of_a_rank, faults, seeds, "mlp", ranks=2, timeout=7000)
+    assert found == [[], []]
+
+
+def test_processes_may_share_a_device():
+    """Backends of accelerators refuse that, or hang: the host carries all."""
+    found = fpipe.launch(steps_of_a_rank, "", range(1), "mlp", True, ranks=2, timeout=600)
     assert found == [[], []]
 
 
@@ -256,10 +267,17 @@ PLANNED: tuple[tuple[str, Any, int, int | None], ...] = (
 )
 
 
-def peaks(rows: Sequence[tuple[str, Any, int, int | None]], dp: int) -> list[float]:
-    """The peak of each plan of this rank, over the most memory that its step had on the device."""
-    device = prepare("")
-    group = fpipe.init(dp=dp)
+def peaks(
+    rows: Sequence[tuple[str, Any, int, int | None]],
+    dp: int,
+    faults: str | None = "",
+    gpu: str = "",
+) -> list[float]:
+    """The peak of each plan of this rank, over the most memory that its step had on the fake device
+    or a GPU that all ranks share.
+    """
+    device = torch.get_device_module(gpu) if gpu else prepare(faults)
+    group = fpipe.init(dp=dp, device=gpu or None, backend="gloo" if gpu else None)
     draw = torch.Generator().manual_seed(0)
     found = []
     for name, fn, stages, zero in rows:
@@ -271,7 +289,7 @@ def peaks(rows: Sequence[tuple[str, Any, int, int | None]], dp: int) -> list[flo
             [fn] * stages, name, loss=squared, microbatches=4, group=group, dp=copies
         )
         placed = pipe.shard(pipe.place(params))
-        x, t = (normal(256, 64).to(NAME) for _ in range(2))
+        x, t = (normal(256, 64).to(group.device(group.rank)) for _ in range(2))
         plan = pipe.plan(placed, x, t)
         for _ in range(2):  # the first call prepares
             device.synchronize()
@@ -285,9 +303,10 @@ def peaks(rows: Sequence[tuple[str, Any, int, int | None]], dp: int) -> list[flo
 
 
 def test_plans_foretell_the_memory_of_a_device():
-    for dp in (1, 2):
+    """Also where messages go through the host."""
+    for dp, faults in ((1, ""), (2, ""), (1, None)):
         rows = [row for row in PLANNED if (row[3] is None) == (dp == 1)]
-        for ratios in fpipe.launch(peaks, rows, dp, ranks=2, timeout=300):
+        for ratios in fpipe.launch(peaks, rows, dp, faults, ranks=2, timeout=300):
             assert all(0.98 <= ratio <= 1.1 for ratio in ratios), list(
                 zip(rows, ratios, strict=True)
             )
@@ -313,6 +332,17 @@ def test_the_doctor_names_what_fpipe_does_instead():
     assert not faults
     assert "refused (AVG is not supported); fpipe sums, then divides" in text
     assert "refused (MAX is not supported); fpipe goes over the CPU's backend" in text
+
+
+def _visit_one_device() -> tuple[str, list[Finding]]:
+    prepare("").device_count = lambda: 1
+    return visit()
+
+
+def test_the_doctor_where_processes_share_a_device():
+    text, faults = fpipe.launch(_visit_one_device, ranks=2, timeout=300)[0]
+    assert not faults
+    assert text.endswith("all goes through the CPU, as processes share a device")
 
 
 def test_the_doctor_on_a_device_that_no_backend_carries():

@@ -86,7 +86,10 @@ def on_each(run: Callable[[int], Any], timeout: float) -> list[Any]:
         results = []
         for _, report in hosts:
             assert report.poll(timeout), f"a host did not finish within {timeout:g} s"
-            results.append(report.recv())
+            try:
+                results.append(report.recv())
+            except EOFError as error:
+                raise AssertionError("a host ended with the error above") from error
         return results
     finally:
         for host, _ in hosts:

@@ -371,6 +371,46 @@ def test_random_draws_are_saved_and_not_replayed():
     assert torch.equal(dx, dropped @ EYE.T)
 
 
+@lru_cache
+def seeded() -> Any:
+    """An operation whose backward is given the state of its draws, and has the tag of a draw, as
+    the fused attention of a GPU.
+    """
+    library = torch.library
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+    library.define("fpipe_test::seeded", "(Tensor x) -> (Tensor, Tensor)", tags=tags)
+    text = "(Tensor dy, Tensor philox_seed) -> Tensor"
+    library.define("fpipe_test::seeded_backward", text, tags=tags)
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        seed = torch.randint(1, 9, (), device=x.device)
+        return x * seed, seed
+
+    def back(dy: Tensor, philox_seed: Tensor) -> Tensor:
+        return dy * philox_seed
+
+    for name, run in (("seeded", forward), ("seeded_backward", back)):
+        library.impl(f"fpipe_test::{name}", "CPU")(run)
+        library.register_fake(f"fpipe_test::{name}")(run)
+    ops = torch.ops.fpipe_test
+    library.register_autograd(
+        "fpipe_test::seeded",
+        lambda ctx, dy, _: ops.seeded_backward(dy, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+    )
+    return lambda p, x: ops.seeded(x @ p)[0]
+
+
+def test_a_backward_that_is_given_its_draws_is_no_draw():
+    programs = trace(seeded(), EYE, X)
+    assert programs.f.random and not (programs.b.random or programs.i.random or programs.w.random)
+    assert "cotangent" not in {programs.roles.get(name, ("",))[0] for name in programs.f.inputs}
+    y, saved = programs.forward(EYE, X)
+    dx, _ = programs.backward(saved, [torch.ones_like(y)])
+    factor = (y / (X @ EYE))[0, 0]
+    torch.testing.assert_close(dx, factor * torch.ones_like(y) @ EYE.T)
+
+
 def test_code_can_be_read():
     programs = trace(tanh_layer, LAYER, X)
     for program, letter in zip(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ... import __version__, init, launch
 from ...actions import progress
 from ...collectives import DTYPES, C10dGroup, reduction, sending
-from ...devices import kind, pick
+from ...devices import kind
 from ...errors import UnsupportedError
 from .options import Count, option
 
@@ -159,6 +159,8 @@ def _remedy(group: C10dGroup, finding: Finding) -> str:
 
 def _of_messages(group: C10dGroup) -> list[str]:
     """What fpipe does with messages."""
+    if group.shared:
+        return ["all goes through the CPU, as processes share a device"]
     way = sending(group.can, group.cpu)
     remedies = {
         "messages go through the CPU, as this backend carries no tensors of the device": way.staged,
@@ -179,13 +181,11 @@ def visit() -> tuple[str, list[Finding]]:
     Returns the report, and the findings that failed although the table calls them native.
     """
     group = init(timeout=60)
-    assert isinstance(group, C10dGroup)
-    device = group.device(group.rank)
-    findings = probe(group)
+    if not isinstance(group, C10dGroup):
+        return _of_one_process(group.device(0)), []
+    findings = [] if group.shared else probe(group)
     lines = [
-        f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.system()}",
-        f"device    {device} ({kind(device.type).name}), {os.cpu_count()} cores",
+        *_about(group.device(group.rank)),
         f"backend   {group.can.backend}, {group.size} processes",
         f"messages  {_IN_MEMORY if group.at_once else 'by the backend'}",
     ]
@@ -205,10 +205,22 @@ def visit() -> tuple[str, list[Finding]]:
     return "\n".join(lines), faults
 
 
+def _about(device: torch.device) -> list[str]:
+    return [
+        f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.system()}",
+        f"device    {device} ({kind(device.type).name}), {os.cpu_count()} cores",
+    ]
+
+
+def _of_one_process(device: torch.device) -> str:
+    return "\n".join([*_about(device), "backend   none: there is one process; try -n 2"])
+
+
 @click.command(name="doctor")
 @option(
     "-n --processes N",
-    "Processes.  [default: 2, or the number of devices if smaller]",
+    "Processes.  [default: 2]",
     type=Count(1, 64),
 )
 def command(processes: int | None) -> int:
@@ -219,9 +231,8 @@ def command(processes: int | None) -> int:
     if init(timeout=60).size > 1:
         report, faults = visit()
     else:
-        most = 2 if pick().type == "cpu" else torch.accelerator.device_count()
         with progress("probing the backend"):
-            report, faults = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
+            report, faults = launch(visit, ranks=processes or 2, timeout=180)[0]
     if os.environ.get("RANK", "0") == "0":
         click.echo(report)
     return int(bool(faults))

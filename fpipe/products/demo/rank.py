@@ -7,6 +7,7 @@ Rank 0 reports; every rank returns the parameters and gradients of its stages. K
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,12 @@ class LastStep(NamedTuple):
 def work(settings: Settings, wire: Connection) -> LastStep:
     """Train on this rank; called by ``launch`` in each process."""
     torch.set_num_threads(1)
-    group = init(pp=settings.schedule.ranks)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = None
+    if accelerator is not None:  # several ranks may share one
+        index = int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()
+        device = torch.device(accelerator.type, index)
+    group = init(pp=settings.schedule.ranks, device=device)
     text, functions, params = settings.model()
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
     params = pipe.place(params)

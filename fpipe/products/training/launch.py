@@ -34,7 +34,7 @@ _PRELOADED = (
     "fpipe.engine.gradients",
     "torch._dynamo",
 )
-GRACE = 2.0  #: seconds for the other ranks to report after a failure
+GRACE = 3.0  #: seconds for the other ranks to report after a failure
 _ENDED = 2.0  #: seconds for a process to end when it is asked
 #: Seconds for a killed process to end: only one in a call of the system that cannot be interrupted
 #: stays.

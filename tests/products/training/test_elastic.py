@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,7 +69,7 @@ def optimizer(over: Any = None) -> Any:
 def train(folder: Path, steps: int, kills: Kills, pause: float, ranks: int) -> Any:
     """On each process of each copy: the parameters of its stages at the end."""
     torch.set_num_threads(1)
-    elastic = fpipe.elastic(timeout=20)
+    elastic = fpipe.elastic(timeout=60)
     assert elastic is not None
     if list(folder.glob(f"killed-{elastic.copy}-*")):
         time.sleep(6)  # the others go on meanwhile
@@ -266,11 +267,17 @@ def lighthouse_of_hosts(folder: Path, step: int, steps: int) -> None:
     def lines() -> int:
         return sum(len(path.read_text().splitlines()) for path in folder.glob("log-*"))
 
-    for until in (step, steps):
-        process = network_namespaces.PROCESSES.Process(
-            target=serve_on_host, args=network_namespaces.SIDES[:1], daemon=True
+    processes = network_namespaces.PROCESSES
+    served = []
+    for _ in range(2):  # both have imported what they need before the first one dies
+        begin = processes.Event()
+        process = processes.Process(
+            target=serve_on_host, args=(network_namespaces.SIDES[0], begin), daemon=True
         )
         process.start()
+        served.append((process, begin))
+    for until, (process, begin) in zip((step, steps), served, strict=True):
+        begin.set()
         while lines() < until and process.is_alive():
             time.sleep(0.05)
         process.kill()
@@ -279,8 +286,9 @@ def lighthouse_of_hosts(folder: Path, step: int, steps: int) -> None:
     (folder / "returned").touch()
 
 
-def serve_on_host(side: network_namespaces.Side) -> None:
+def serve_on_host(side: network_namespaces.Side, begin: Event) -> None:
     network_namespaces.enter(side)
+    begin.wait()
     _server = serve(f"{side[2]}:29510")
     threading.Event().wait()
 
