@@ -53,6 +53,12 @@ class Targeted(Protocol):
         """What it calls."""
         ...
 
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]: ...
+
 
 def operator_of(node: Targeted) -> Op | None:
     """The torch operation that a node calls, if it is one."""
@@ -62,12 +68,17 @@ def operator_of(node: Targeted) -> Op | None:
 def draws(node: Targeted) -> bool:
     """Whether a node draws random numbers.
 
-    The backward of a fused attention has the tag too; it is given the state of the draws.
+    Fused attention has the tag of draws also without dropout, and so has its backward, which is
+    given the state of the draws.
     """
     op = operator_of(node)
     if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    return all(given.name != "philox_seed" for given in op._schema.arguments)
+    names = [argument.name for argument in op._schema.arguments]
+    if "dropout_p" in names:
+        given = dict(zip(names, node.args, strict=False)) | {**node.kwargs}
+        return "philox_seed" not in names and given.get("dropout_p", 0.0) != 0.0
+    return True
 
 
 def is_collective(target: object) -> bool:

@@ -379,14 +379,14 @@ def seeded() -> Any:
     library = torch.library
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
     library.define("fpipe_test::seeded", "(Tensor x) -> (Tensor, Tensor)", tags=tags)
-    text = "(Tensor dy, Tensor philox_seed) -> Tensor"
+    text = "(Tensor dy, Tensor philox_seed, float dropout_p=0.5) -> Tensor"
     library.define("fpipe_test::seeded_backward", text, tags=tags)
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         seed = torch.randint(1, 9, (), device=x.device)
         return x * seed, seed
 
-    def back(dy: Tensor, philox_seed: Tensor) -> Tensor:
+    def back(dy: Tensor, philox_seed: Tensor, dropout_p: float = 0.5) -> Tensor:
         return dy * philox_seed
 
     for name, run in (("seeded", forward), ("seeded_backward", back)):
@@ -409,6 +409,15 @@ def test_a_backward_that_is_given_its_draws_is_no_draw():
     dx, _ = programs.backward(saved, [torch.ones_like(y)])
     factor = (y / (X @ EYE))[0, 0]
     torch.testing.assert_close(dx, factor * torch.ones_like(y) @ EYE.T)
+
+
+def test_attention_draws_only_with_dropout():
+    """So its stage costs no seed, and ``remat`` computes it again."""
+    x, w = torch.randn(2, 2, 3, 4), torch.randn(4, 4)
+    of = lambda p: lambda w, x: F.scaled_dot_product_attention(x @ w, x, x, dropout_p=p)
+    assert not trace(of(0.0), w, x).f.random and trace(of(0.25), w, x).f.random
+    again = trace(fpipe.remat(lambda w, x: of(0.0)(w, x) @ w), w, x)
+    assert again.saved == ("x0", "p0")
 
 
 def test_code_can_be_read():

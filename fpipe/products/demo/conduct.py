@@ -87,6 +87,8 @@ def largest_difference(settings: Settings, parts: Sequence[LastStep]) -> float:
     text, functions, _ = settings.model()
     batch = settings.batch(text, settings.steps - 1)
     before = of_all_ranks([part.before for part in parts])
+    device = tree.leaves(before)[0].device
+    batch = [tensor.to(device) for tensor in batch]
     loss, grads = one_process(functions, before, cross_entropy, *batch, schedule=settings.schedule)
     pipelined = of_all_ranks([part.grads for part in parts])
     pairs = zip(tree.leaves(pipelined), tree.leaves(grads), strict=True)
