@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from threading import RLock
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actions.product import feature
 from ..tree import AbstractTree, Aval
+from .operations import Operation
 
 Op: TypeAlias = torch._ops.OpOverload
 #: The device types for which autocast is on, each with its dtype.
@@ -45,27 +46,12 @@ RULES: dict[object, Callable[..., object]] = {}
 
 
 # ---- operations ----
-class Targeted(Protocol):
-    """A node of a graph, or an operation of a program."""
-
-    @property
-    def target(self) -> object:
-        """What it calls."""
-        ...
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]: ...
-
-
-def operator_of(node: Targeted) -> Op | None:
+def operator_of(node: fx.Node | Operation) -> Op | None:
     """The torch operation that a node calls, if it is one."""
     return node.target if isinstance(node.target, Op) else None
 
 
-def draws(node: Targeted) -> bool:
+def draws(node: fx.Node | Operation) -> bool:
     """Whether a node draws random numbers.
 
     Fused attention has the tag of draws also without dropout, and so has its backward, which is
@@ -75,10 +61,8 @@ def draws(node: Targeted) -> bool:
     if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     names = [argument.name for argument in op._schema.arguments]
-    if "dropout_p" in names:
-        given = dict(zip(names, node.args, strict=False)) | {**node.kwargs}
-        return "philox_seed" not in names and given.get("dropout_p", 0.0) != 0.0
-    return True
+    given = {"dropout_p": 0.0, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or ("philox_seed" not in names and given["dropout_p"] != 0)
 
 
 def is_collective(target: object) -> bool:
