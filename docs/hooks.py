@@ -338,7 +338,7 @@ SECTIONS = {
     "make_schedule register_schedule schedule_names solve",
     "Measuring and debugging": "debug measure_costs profile",
     "Programs of a stage": "Programs trace",
-    "Checkpoints and runs": "Loop load receive save stream",
+    "Checkpoints and runs": "Epochs Loop load receive save stream",
 }
 #: Classes that only the library creates: they have no signature in the reference.
 RETURNED = (

@@ -19,6 +19,7 @@ _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "adopt init",
     "products.training.elastic": "elastic",
+    "products.training.epochs": "Epochs",
     "products.training.launch": "launch",
     "products.training.loop": "Loop",
     "errors": "FpipeError",
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from .products.search.packing import pack as pack
     from .products.search.solve import Solved as Solved, solve as solve
     from .products.training.elastic import elastic as elastic
+    from .products.training.epochs import Epochs as Epochs
     from .products.training.launch import launch as launch
     from .products.training.loop import Loop as Loop
     from .programs.program import Programs as Programs

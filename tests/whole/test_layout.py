@@ -304,7 +304,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 312_900
+    assert tokens <= 313_320
     assert tokens / lines <= 9.06
     assert PACKAGE.total("anys") <= 488
 
@@ -345,8 +345,8 @@ def test_no_regression():
     # three have interfaces of torch.distributed.pipelining and verl, four are plans while they are
     # lowered, one has the choices of a schedule, one the members of elastic copies, nine what is
     # under way or failed in a connection, one posts running sums while a
-    # plan is lowered, five what has run in the ready order
-    assert len(PACKAGE.mutated_classes) <= 31
+    # plan is lowered, five what has run in the ready order, one the batches of an epoch under way
+    assert len(PACKAGE.mutated_classes) <= 32
     assert len(PACKAGE.long_functions) <= 8
     assert PACKAGE.total("ignores") <= 29
 

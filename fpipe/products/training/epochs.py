@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of a data set by the number of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ...collectives import Group
+from ...errors import BatchError
+
+
+class Epochs:
+    """Batches of a data set, as a function of the number of the step, for ``fpipe.Loop``.
+
+    The order of an epoch depends on the seed and the number of the epoch alone, so every process
+    reads the same rows, and a run that continues reads those that come next, without reading those
+    before. What is left of an epoch after its last whole batch is dropped.
+
+    Args:
+        data: a data set of torch with a length: ``data[index]`` is one row, ``(x, *targets)``.
+        rows: of a batch, those of all copies of the pipeline together.
+        seed: of the order, at least 0.
+        shuffle: whether each epoch has an order of its own.
+        dp: the group of the copies of the pipeline, as ``group.dp``: each copy reads its share.
+        **loader: for ``torch.utils.data.DataLoader``, as ``num_workers=2``.
+
+    Raises:
+        BatchError: if the data set has fewer rows than a batch, the copies cannot share a batch, or
+            the seed is below 0.
+
+    >>> x = torch.arange(10.0)
+    >>> data = Epochs(torch.utils.data.TensorDataset(x, x), rows=4)
+    >>> len(data), data(2)[0].shape
+    (2, torch.Size([4]))
+    >>> torch.equal(Epochs(data.data, rows=4)(3)[0], [data(step)[0] for step in range(4)][3])
+    True
+    """
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        rows: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        dp: Group | None = None,
+        **loader: Any,
+    ):
+        if not isinstance(data, Sized):
+            raise BatchError(
+                f"Epochs needs a data set with a length, and {type(data).__name__} has none; give "
+                "Loop.run a function of the step with state_dict() and load_state_dict(state)"
+            )
+        copies = 1 if dp is None else dp.size
+        if not 0 < rows <= len(data) or rows % copies:
+            raise BatchError(
+                f"rows={rows} of {len(data)} for {copies} cop{'y' if copies == 1 else 'ies'}: give "
+                "a batch at least one row for each copy, equally many, and at most all rows"
+            )
+        if seed < 0:
+            raise BatchError(f"seed={seed}; give a seed of at least 0")
+        self.data, self.rows = data, rows
+        self._size, self._seed, self._shuffle, self._loader = len(data), seed, shuffle, loader
+        self._share = rows // copies
+        self._first = 0 if dp is None else dp.here[0] * self._share
+        self._under_way: dict[int, Iterator[Any]] = {}  # by the step whose batch comes next
+
+    def __len__(self) -> int:
+        """The steps of an epoch."""
+        return self._size // self.rows
+
+    def __call__(self, step: int) -> tuple[Any, ...]:
+        """The batch of a step, from 0; steps in a row are the fastest."""
+        epoch, position = divmod(step, len(self))
+        batches = self._under_way.pop(step, None)
+        if batches is None:
+            draw = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+            rest = self._order(draw)[position:]
+            options = {"generator": draw, **self._loader}  # of its workers; no global draw
+            batches = iter(DataLoader(self.data, batch_sampler=rest, **options))
+        batch = tuple(next(batches))
+        self._under_way.clear()
+        if position + 1 < len(self):
+            self._under_way[step + 1] = batches
+        return batch
+
+    def _order(self, draw: torch.Generator) -> list[list[int]]:
+        """By step of an epoch, the rows of this copy."""
+        order = torch.arange(self._size)
+        if self._shuffle:
+            order = torch.randperm(self._size, generator=draw)
+        batches = order[: len(self) * self.rows].view(len(self), self.rows)
+        return batches[:, self._first : self._first + self._share].tolist()
