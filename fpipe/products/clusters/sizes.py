@@ -102,8 +102,7 @@ def _saved(job: Job, layout: Layout) -> float:
     inner = PARAMETER * model.inner
     sums = 4.0 * model.heads  # the logarithm of the sum of each row of scores
     if layout.recompute == "full":
-        # attention has draws, and is not computed again
-        return (hidden + queries + sums) / tp
+        return hidden / tp
     # inputs of both norms and what these return; masks of residuals
     whole = 4 * hidden + (2 * model.hidden if model.dropout else 0)
     # queries, keys, values, and what attention returns

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Epochs:
 
     def __init__(
         self,
-        data: Dataset[Any],
+        data: Dataset[object],
         rows: int,
         *,
         seed: int = 0,
@@ -67,13 +67,15 @@ class Epochs:
         self._size, self._seed, self._shuffle, self._loader = len(data), seed, shuffle, loader
         self._share = rows // copies
         self._first = 0 if dp is None else dp.here[0] * self._share
-        self._under_way: dict[int, Iterator[Any]] = {}  # by the step whose batch comes next
+        self._under_way: dict[
+            int, Iterator[Sequence[torch.Tensor]]
+        ] = {}  # by the step whose batch comes next
 
     def __len__(self) -> int:
         """The steps of an epoch."""
         return self._size // self.rows
 
-    def __call__(self, step: int) -> tuple[Any, ...]:
+    def __call__(self, step: int) -> tuple[torch.Tensor, ...]:
         """The batch of a step, from 0; steps in a row are the fastest."""
         epoch, position = divmod(step, len(self))
         batches = self._under_way.pop(step, None)
