@@ -26,7 +26,7 @@ class Epochs:
         seed: of the order, at least 0.
         shuffle: whether each epoch has an order of its own.
         dp: the group of the copies of the pipeline, as ``group.dp``: each copy reads its share.
-        **loader: for ``torch.utils.data.DataLoader``, as ``num_workers=2``.
+        loader: further options of ``torch.utils.data.DataLoader``, as ``num_workers=2``.
 
     Raises:
         BatchError: if the data set has fewer rows than a batch, the copies cannot share a batch, or
@@ -76,7 +76,18 @@ class Epochs:
         return self._size // self.rows
 
     def __call__(self, step: int) -> tuple[torch.Tensor, ...]:
-        """The batch of a step, from 0; steps in a row are the fastest."""
+        """The batch of a step; steps in a row are the fastest.
+
+        Args:
+            step: its number, from 0.
+
+        Returns:
+            ``(x, *targets)``, as the data set has them.
+
+        >>> x = torch.arange(6.0)
+        >>> Epochs(torch.utils.data.TensorDataset(x, x), rows=2, shuffle=False)(1)
+        (tensor([2., 3.]), tensor([2., 3.]))
+        """
         epoch, position = divmod(step, len(self))
         batches = self._under_way.pop(step, None)
         if batches is None:

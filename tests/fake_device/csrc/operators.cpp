@@ -316,6 +316,8 @@ struct Call {
 
   static void run(const c10::OperatorHandle& op, Stack& stack) {
     at::AutoDispatchBelowAutograd guard;
+    // where it returns several arguments, as topk with out=, torch drops them before it returns them
+    const Stack kept = stack;
     op.callBoxed(&stack);
   }
 
