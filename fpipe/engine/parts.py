@@ -187,7 +187,7 @@ class Weights:
     def terms(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Multiply each microbatch's loss by its weight."""
         if self.common is not None:  # torch.func.jvp of a product with a number is float64
-            return [loss * _constant(self.common, loss.dtype, loss.device) for loss in losses]
+            return [loss * torch.full_like(loss, self.common) for loss in losses]
         terms = []
         for weight, loss in zip(self.by_microbatch, losses, strict=True):
             weight = weight.to(loss.dtype)
@@ -198,7 +198,8 @@ class Weights:
 
 @lru_cache(maxsize=256)
 def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor(number, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # later calls may save it for a backward
+        return torch.tensor(number, dtype=dtype, device=device)
 
 
 # ---- scalars ----

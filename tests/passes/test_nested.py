@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import fpipe
+from fpipe.engine import parts
 
 
 def layer(p: Tensor, x: Tensor) -> Tensor:
@@ -313,3 +314,19 @@ def test_tangents_of_forward_mode_pass_through_a_pipeline():
         found = forward_ad.unpack_dual(pipe(duals, X, Y)).tangent
     gradients = fpipe.grad(pipe)(params, X, Y)
     torch.testing.assert_close(found, sum(gradient.sum() for gradient in gradients))
+
+
+def test_a_transform_comes_before_any_other_call():
+    """What one call keeps for the next ones is no value of the transform."""
+    parts._constant.cache_clear()
+    pipe = fpipe.pipeline([layer] * 2, loss=squared, microbatches=2, group=fpipe.local(2))
+    params = parameters()
+
+    def after_a_step(rate: Tensor) -> Tensor:
+        _, grads = fpipe.value_and_grad(pipe)(params, X, Y)
+        return pipe([p - rate * g for p, g in zip(params, grads, strict=True)], X, Y)
+
+    rate = torch.tensor(0.1)
+    first, second = (torch.func.grad(after_a_step)(rate) for _ in range(2))
+    assert torch.equal(first, second)
+    assert fpipe.value_and_grad(pipe)(params, X, Y)[0].isfinite()

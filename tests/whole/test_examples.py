@@ -37,7 +37,13 @@ SMALL = {
     "contrastive": 6,
     "meta": 12,
     "large_vocabulary": 6,
+    "lora": 10,
+    "distillation": 15,
+    "sam": 8,
+    "multi_token": 10,
 }
+#: with the same losses on four processes
+RECIPES = ("lora", "distillation", "sam", "multi_token")
 #: those that take arguments
 EXPLAINED = ("moe", "zero")
 
@@ -136,6 +142,7 @@ def _on_four() -> dict[str, list[float]]:
     os.environ["TORCHELASTIC_RUN_ID"] = "examples"  # what torchrun sets besides
     return {
         "quickstart": load("quickstart").main(steps=2),
+        **{name: load(name).main(steps=2) for name in RECIPES},
         "moe": load("moe").main(["--steps", "2"]),
         "sequential": load("moe").main(["--steps", "2", "--overlap", "sequential"]),
         "zero": load("zero").main(["--steps", "2"]),
@@ -159,7 +166,8 @@ def test_on_four_processes():
     parameters.
     """
     found = fpipe.launch(_on_four, ranks=4, timeout=200)
-    assert found[0]["quickstart"] == load("quickstart").main(steps=2)
+    for name in ("quickstart", *RECIPES):
+        assert found[0][name] == load(name).main(steps=2)
     alone = load("zero").main(["--steps", "2"])
     for here in found:
         assert here["quickstart"] == found[0]["quickstart"]
