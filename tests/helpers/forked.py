@@ -41,10 +41,10 @@ def _launched(
 ) -> None:
     import torch
 
-    if (
-        torch.__version__ >= "2.13"
-    ):  # before, a process that was forked after this call aborts in its first backward
-        torch.set_num_threads(1)  # threads do not survive a fork
+    # threads do not survive a fork; in builds for CUDA, a process that was forked after this call
+    # aborts in its first backward
+    if torch.version.cuda is None:
+        torch.set_num_threads(1)
     prepare()
     collector.settle()
     try:
