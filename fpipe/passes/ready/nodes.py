@@ -61,7 +61,7 @@ def nodes_of(plan: Plan, lanes: Mapping[int, int]) -> list[Node]:
         elif op.kind == "TAKE":
             node = made.add(WAIT, position, [number], (CALLER, 0))
             node.message = number
-        elif isinstance(op, Settle):
+        elif isinstance(op, Settle) and op.peer in waits:
             waits[op.peer].steps.append(number)
         elif isinstance(op, Send):
             made.add(SEND, position, [number], (op.peer, lanes[number]))
