@@ -631,8 +631,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
     "narrow": ("Woven forwards and backwards, over a narrow link", _NARROW, _overlap),
     "gpu": (
         "On one GPU",
-        "A local group of four ranks on one GPU, ZBV, in bf16; measured by `make bench- "
-        "gpu`. The peer runs the same microbatches through the whole model by plain "
+        "A local group of four ranks on one GPU, ZBV, in bf16; measured by "
+        "`make bench-gpu`. The peer runs the same microbatches through the whole model by plain "
         "autograd, or compiled whole. Compiled programs gain nothing here: kernels take "
         "86 ms of a step instead of 87, and each call costs the host more. *Offload* is "
         "the time to copy to the host what a layer saves, beside its forward and "

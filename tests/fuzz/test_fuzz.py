@@ -7,6 +7,8 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
+
 from .cases import PER_MODEL
 from .engine import run_case
 from .sizes import run
@@ -23,6 +25,12 @@ def test_random_cases_have_the_results_of_plain_autograd(long: bool):
         )
         if number >= 2 * PER_MODEL and time.monotonic() > end:
             return
+
+
+@pytest.mark.parametrize("seed", [100_007_414, 100_011_356])
+def test_the_end_of_a_send_before_any_message_of_its_receiver(seed: int):
+    """In the ready order, which took it for a step of the wait for such a message."""
+    assert run_case(seed).kind == "equal"
 
 
 def test_functions_of_sizes_have_the_results_of_autograd(long: bool):

@@ -182,7 +182,8 @@ def visit() -> tuple[str, list[Finding]]:
     """
     group = init(timeout=60)
     if not isinstance(group, C10dGroup):
-        return _of_one_process(group.device(0)), []
+        alone = "backend   none: there is one process; try -n 2"
+        return "\n".join([*_about(group.device(0)), alone]), []
     findings = [] if group.shared else probe(group)
     lines = [
         *_about(group.device(group.rank)),
@@ -211,10 +212,6 @@ def _about(device: torch.device) -> list[str]:
         f"{platform.system()}",
         f"device    {device} ({kind(device.type).name}), {os.cpu_count()} cores",
     ]
-
-
-def _of_one_process(device: torch.device) -> str:
-    return "\n".join([*_about(device), "backend   none: there is one process; try -n 2"])
 
 
 @click.command(name="doctor")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ... import init, pipeline, profile, value_and_grad
 from ...actions import Timeline
+from ...devices import pick
 from ...schedule import Schedule
 from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
 from .gpt import Params, Sizes, StageFunction, cross_entropy, gpt
@@ -85,11 +86,8 @@ class LastStep(NamedTuple):
 def work(settings: Settings, wire: Connection) -> LastStep:
     """Train on this rank; called by ``launch`` in each process."""
     torch.set_num_threads(1)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = None
-    if accelerator is not None:  # several ranks may share one
-        index = int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()
-        device = torch.device(accelerator.type, index)
+    devices = max(torch.accelerator.device_count(), 1)
+    device = pick(local_rank=int(os.environ["LOCAL_RANK"]) % devices)  # ranks may share one
     group = init(pp=settings.schedule.ranks, device=device)
     text, functions, params = settings.model()
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)

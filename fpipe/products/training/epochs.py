@@ -67,9 +67,8 @@ class Epochs:
         self._size, self._seed, self._shuffle, self._loader = len(data), seed, shuffle, loader
         self._share = rows // copies
         self._first = 0 if dp is None else dp.here[0] * self._share
-        self._under_way: dict[
-            int, Iterator[Sequence[torch.Tensor]]
-        ] = {}  # by the step whose batch comes next
+        #: By the step whose batch comes next.
+        self._under_way: dict[int, Iterator[Sequence[torch.Tensor]]] = {}
 
     def __len__(self) -> int:
         """The steps of an epoch."""
@@ -93,7 +92,8 @@ class Epochs:
         if batches is None:
             draw = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
             rest = self._order(draw)[position:]
-            options = {"generator": draw, **self._loader}  # of its workers; no global draw
+            # for the workers' seed, which is drawn from the global generator otherwise
+            options = {"generator": draw, **self._loader}
             batches = iter(DataLoader(self.data, batch_sampler=rest, **options))
         batch = tuple(next(batches))
         self._under_way.clear()
