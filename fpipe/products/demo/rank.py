@@ -87,7 +87,8 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     """Train on this rank; called by ``launch`` in each process."""
     torch.set_num_threads(1)
     devices = max(torch.accelerator.device_count(), 1)
-    device = pick(local_rank=int(os.environ["LOCAL_RANK"]) % devices)  # ranks may share one
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = pick(local_rank=local % devices)  # ranks may share one
     group = init(pp=settings.schedule.ranks, device=device)
     text, functions, params = settings.model()
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
