@@ -234,17 +234,20 @@ def test_one_process_a_copy(tmp_path: Path):
 @pytest.mark.timeout(180)
 def test_copies_on_two_hosts_and_a_lighthouse_that_returns(tmp_path: Path):
     """The lighthouse is on the first host. It dies after a process of the other host."""
-    steps, lost = 60, 8
+    steps, lost, ended = 60, 8, threading.Event()
     try:
         with network_namespaces.two_namespaces():
             watch = threading.Thread(
-                target=lighthouse_of_hosts, args=(tmp_path, 16, steps), daemon=True
+                target=lighthouse_of_hosts, args=(tmp_path, 16, ended), daemon=True
             )
             watch.start()
-            results = network_namespaces.jobs(
-                on_host, tmp_path, steps, {(1, lost): 1}, restarts=1, timeout=150
-            )
-            watch.join()
+            try:
+                results = network_namespaces.jobs(
+                    on_host, tmp_path, steps, {(1, lost): 1}, restarts=1, timeout=150
+                )
+            finally:
+                ended.set()
+                watch.join()
     except network_namespaces.NotAllowedError as error:
         pytest.skip(f"no network namespaces here ({error})")
     members = members_by_step(tmp_path, steps)
@@ -261,7 +264,7 @@ def on_host(number: int, folder: Path, steps: int, kills: Kills) -> Any:
     return [p if p is None else p.tolist() for p in params]
 
 
-def lighthouse_of_hosts(folder: Path, step: int, steps: int) -> None:
+def lighthouse_of_hosts(folder: Path, step: int, ended: threading.Event) -> None:
     """Serve it; after some steps end it, and serve it again a second later."""
 
     def lines() -> int:
@@ -276,14 +279,18 @@ def lighthouse_of_hosts(folder: Path, step: int, steps: int) -> None:
         )
         process.start()
         served.append((process, begin))
-    for until, (process, begin) in zip((step, steps), served, strict=True):
-        begin.set()
-        while lines() < until and process.is_alive():
-            time.sleep(0.05)
-        process.kill()
-        process.join()
-        time.sleep(1)
+    (first, begin_first), (second, begin_second) = served
+    begin_first.set()
+    while lines() < step and first.is_alive() and not ended.is_set():
+        time.sleep(0.05)
+    first.kill()
+    first.join()
+    time.sleep(1)
+    begin_second.set()
     (folder / "returned").touch()
+    ended.wait()  # copies ask it once more after their last step
+    second.kill()
+    second.join()
 
 
 def serve_on_host(side: network_namespaces.Side, begin: Event) -> None:
