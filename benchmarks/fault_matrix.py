@@ -402,7 +402,7 @@ def _ray() -> Any:
 
     if not ray.is_initialized():
         ray.init(
-            num_cpus=_MOST,
+            num_cpus=16 * _MOST,  # for trials side by side
             include_dashboard=False,
             object_store_memory=80_000_000,
             log_to_driver=False,
