@@ -107,6 +107,47 @@ def test_draws_depend_on_seed_and_step(tmp_path: Path):
         fpipe.Loop(make(2), fpipe.sgd(0.1), tmp_path).run(params, data, 5)
 
 
+def test_parameters_may_be_donated(tmp_path: Path):
+    """The bits of steps by hand, also after a resume; the caller's parameters stay."""
+    stages = [Stage(lambda p, x: torch.tanh(x @ p), name=name) for name in ("a", "b")]
+    loss = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2))
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(4, 4, generator=draw).requires_grad_(at == 0) for at in range(2)]
+    x, t = torch.randn(2, 8, 4, generator=draw)
+    tx = fpipe.chain(fpipe.clip_by_global_norm(0.1, over=pipe), fpipe.adamw(0.1, donate=True))
+    weights, state = params, tx.init(params)
+    for _ in range(5):
+        _, grads = fpipe.value_and_grad(pipe)(weights, x, t)
+        weights, state = tx.step(grads, state, weights)
+    before = [p.detach().clone() for p in params]
+    make = lambda: fpipe.Loop(pipe, tx, tmp_path, every=2, donate=True)
+    data = lambda step: (x, t)
+    three = make().run(params, data, 3)
+    assert make().checkpoints() == (2, 3)
+    five = make().run(params, data, 5)
+    assert same(five.params, weights)
+    assert same(list(params), before) and not same(three.params, five.params)
+
+
+def test_donated_steps_keep_the_memory():
+    stages = [Stage(lambda p, x: x * p, name=name) for name in ("a", "b")]
+    loss = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2))
+    seen: set[int] = set()
+
+    def init(params: Any) -> Any:
+        seen.update(p.data_ptr() for p in params)
+        return ()
+
+    tx = fpipe.Transform(init, lambda grads, state, params=None: (grads, state))
+    data = lambda step: (torch.ones(2, 2), torch.ones(2, 2))
+    params = [torch.ones(2), torch.ones(2)]
+    done = fpipe.Loop(pipe, tx, donate=True).run(params, data, 3)
+    assert {p.data_ptr() for p in done.params} == seen
+    assert not seen & {p.data_ptr() for p in params}
+
+
 def test_records_go_to_one_callable():
     seen: list[dict[str, Any]] = []
     run(None, LAYOUTS[1], 3, log=seen.append)
