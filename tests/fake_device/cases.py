@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fpipe
 from fpipe.devices import kinds
 from models import MODELS, SEED
+from random_schedules import random_case
 from schedule_table import Case
 
 from .loader import NAME, load
@@ -173,6 +174,21 @@ def ready(devices: Sequence[str]) -> list[torch.Tensor]:
         reduction=fpipe.weighted(lambda t: t.abs().sum()),
         accumulate=torch.float64,
         order="ready",
+        seed=1,
+    )
+    return host(fpipe.value_and_grad(pipe)(pipe.place(params), x, t))
+
+
+def random_ready(seed: int, devices: Sequence[str]) -> list[torch.Tensor]:
+    """A random schedule of four stages, whose actions run as they become ready."""
+    schedule, order = random_case(seed, ranks=(len(devices),))
+    params, x, t = network(4)
+    pipe = fpipe.pipeline(
+        [layer] * 4,
+        schedule,
+        loss=squared,
+        group=fpipe.local(devices=list(devices)),
+        order=order,
         seed=1,
     )
     return host(fpipe.value_and_grad(pipe)(pipe.place(params), x, t))

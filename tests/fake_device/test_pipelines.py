@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +70,21 @@ def _more(names: list[str], seeds: int) -> list[str]:
 def test_whatever_else_a_pipeline_does(long: bool):
     seeds = 50 if long else 1
     assert fpipe.launch(_more, list(pipelines.MORE), seeds, ranks=1, timeout=7000) == [[]]
+
+
+def _ready(numbers: Sequence[int], seeds: int) -> list[str]:
+    return [
+        f"random schedule {number}: {what}"
+        for number in numbers
+        for what in pipelines.wrong(
+            partial(pipelines.random_ready, number), 2 + number % 2, range(seeds)
+        )
+    ]
+
+
+def test_random_schedules_in_the_ready_order(long: bool):
+    numbers, seeds = (range(500), 20) if long else (range(3), 2)
+    assert fpipe.launch(_ready, numbers, seeds, ranks=1, timeout=7000) == [[]]
 
 
 # ---- memory ----

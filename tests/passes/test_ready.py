@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.actions.action import Action, Placement, plain
-from fpipe.actions.action_kinds import Op
+from fpipe.actions.action import plain
 from fpipe.actions.rule import needs, provides
 from fpipe.errors import ScheduleError, StageError
 from fpipe.lowering.memory import MemoryAccount
@@ -20,12 +20,10 @@ from fpipe.passes.ready.simulated import timeline
 from fpipe.passes.ready.window import before
 from fpipe.schedule import Schedule
 from fpipe.tree import flatten
+from random_schedules import drawn, random_case
+from sample import also
 
 NAMES = [name for name in fpipe.schedule_names() if not name.startswith("Seq")]
-
-
-#: The actions of a stage, whole and split.
-OPS: tuple[tuple[Op, ...], ...] = ("F", "B"), ("F", "I", "W")
 
 
 def layer(p, x):
@@ -40,41 +38,24 @@ def loss(y, t):
     return ((y - t) ** 2).sum()
 
 
-def drawn(ranks: int, stages: int, microbatches: int, rng: random.Random) -> Schedule:
-    """A random schedule that can run: a random order of all actions, by rank."""
-    homes = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
-    rng.shuffle(homes)
-    placement = Placement((tuple(homes),), ranks)
-    split = [rng.random() < 0.5 for _ in range(stages)]
-    left = [
-        Action(stage, op, mb)
-        for stage in range(stages)
-        for mb in range(microbatches)
-        for op in OPS[split[stage]]
-    ]
-    provided = set()
-    rows: list[list[Action]] = [[] for _ in range(ranks)]
-    while left:
-        able = [a for a in left if provided.issuperset(needs(a, stages))]
-        action = rng.choice(able)
-        left.remove(action)
-        provided.update(provides(action))
-        rows[homes[action.stage]].append(action)
-    return Schedule(tuple(map(tuple, rows)), placement, microbatches)
-
-
 def results(group, schedule, fn=layer, step=1, **options):
-    """The loss and the gradients of a step."""
+    """The loss and the gradients of a step; with ``step=None`` a function that makes one."""
     pipe = fpipe.pipeline([fn] * schedule.stages, schedule, loss=loss, group=group, **options)
     draws = torch.Generator().manual_seed(1)
     normal = partial(torch.randn, generator=draws)
     params = [{"w": normal(8, 8) / 3, "b": normal(8)} for _ in range(schedule.stages)]
     x, t = normal(2 * schedule.microbatches, 8), normal(2 * schedule.microbatches, 8)
     run = fpipe.value_and_grad(pipe)
+
+    def once():
+        value, grads = run(params, x, t)
+        return value, {s: grad for s, grad in enumerate(grads) if grad is not None}
+
+    if step is None:
+        return once
     for _ in range(step - 1):
         run(params, x, t)
-    value, grads = run(params, x, t)
-    return value, {s: grad for s, grad in enumerate(grads) if grad is not None}
+    return once()
 
 
 def same(ranks, want) -> bool:
@@ -103,17 +84,51 @@ def test_bits_of_all_schedules(name, window):
     assert same(ranks, want)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_bits_of_random_pipelines(seed):
-    rng = random.Random(seed)
-    schedule = drawn(rng.choice([2, 3]), 4, rng.choice([2, 4]), rng)
+@pytest.mark.parametrize(
+    ("seed", "deliveries"),
+    [*((seed, 3) for seed in range(12)), *also(*((n, 20) for n in range(500)))],
+)
+def test_bits_of_random_pipelines(seed, deliveries):
+    schedule, order = random_case(seed)
     ranks = schedule.ranks
     want = results(fpipe.local(ranks), schedule)
-    order = rng.choice(["ready", ("ready", rng.randrange(1, 9))])
     assert same([results(fpipe.local(ranks), schedule, order=order, step=2)], want)
-    for delivery in range(3):
-        fn = partial(results, schedule=schedule, order=order)
+    fn = partial(results, schedule=schedule, order=order)
+    for delivery in range(deliveries):
         assert same(fpipe.testing.run(fn, ranks=ranks, order="buffered", seed=delivery), want)
+
+
+def late(p, x):
+    """A stage that takes a while, another one each time."""
+    time.sleep(JITTER.random() * 1e-3)
+    return layer(p, x)
+
+
+JITTER = random.Random()
+
+
+def on_late_processes(seeds, runs):
+    """The results of random pipelines on four processes, by seed and run."""
+    group = fpipe.init()
+    JITTER.seed(group.rank)
+    found = []
+    for seed in seeds:
+        schedule, order = random_case(seed, ranks=(4,))
+        run = results(group, schedule, late, order=order, engine="eager", step=None)
+        found += [run() for _ in range(runs)]
+    return found
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seeds", [range(2), *also(range(500))])
+def test_bits_of_random_pipelines_on_late_processes(seeds, long):
+    runs = 20 if long else 3
+    ranks = fpipe.launch(on_late_processes, seeds, runs, ranks=4, timeout=3600)
+    for number, seed in enumerate(seeds):
+        schedule, _ = random_case(seed, ranks=(4,))
+        want = results(fpipe.local(4), schedule, engine="eager")
+        for run in range(runs):
+            assert same([rank[number * runs + run] for rank in ranks], want), (seed, run)
 
 
 @pytest.mark.parametrize("window", [1, 5])
