@@ -43,6 +43,9 @@ from .run_folder import RunFolder
 
 #: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
 Batch: TypeAlias = Sequence[Tree] | tuple[Sequence[Tree], dict[str, Tree]]
+#: The batch of a step by its number, from 0.
+Batches: TypeAlias = Callable[[int], Batch]
+Log: TypeAlias = Callable[[Record], object]
 
 
 @runtime_checkable
@@ -119,17 +122,18 @@ class Loop:
     every: int = 100
     keep: int = 3
     keep_every: int = 0
-    log: Callable[[Record], object] | None = None
+    log: Log | None = None
     elastic: Elastic | None = None
     donate: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.pipe, Pipeline):
-            kind = type(self.pipe).__name__
-            raise StageError(f"Loop takes what fpipe.pipeline returns, not {kind}")
+            raise StageError(
+                f"Loop takes what fpipe.pipeline returns, not {type(self.pipe).__name__}"
+            )
         if not isinstance(self._tx, Transform):
             raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
-        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+        if not isinstance(self.path, str | os.PathLike | None):
             raise CheckpointError(
                 f"path={self.path!r}; give the folder of the run, or leave it out"
             )
@@ -232,8 +236,9 @@ class Loop:
         if step is None:
             return self._initial(params)
         names = "params", "state", "step", "seed", "data"
-        values = load(self.folder(step), self.pipe, *names, like=list(params))
-        params, state, step, seed, data = values
+        params, state, step, seed, data = load(
+            self.folder(step), self.pipe, *names, like=list(params)
+        )
         if seed != self.pipe.config.seed:
             raise CheckpointError(
                 f"the run in {self.path} has seed={seed}, and the pipeline "
@@ -253,7 +258,7 @@ class Loop:
         return Trained(params, state, step)
 
     # ---- training ----
-    def run(self, params: Sequence[Tree], batch: Callable[[int], Batch], steps: int) -> Trained:
+    def run(self, params: Sequence[Tree], batch: Batches, steps: int) -> Trained:
         """Train until ``steps`` steps are done, in this run and those that it continues; every
         process calls it.
 
@@ -313,14 +318,14 @@ class Loop:
     def _train(
         self,
         now: Trained,
-        batch: Callable[[int], Batch],
+        batch: Batches,
         steps: int,
         signals: Sequence[int],
         members: Members | None,
     ) -> Trained:
         """Do the steps that are left, or those until a signal."""
         saving: Saving | None = None
-        log: Callable[[Record], object] | None = None
+        log: Log | None = None
         last: Record = {}
         step_of = value_and_grad(self.pipe)
         stop = False
@@ -391,15 +396,13 @@ class Loop:
 
     def _of_tx(self, now: Trained) -> Tree:
         """The state of the transform."""
-        if self.pipe.config.stateful:
-            return now.state[0]
-        return now.state
+        return now.state[0] if self.pipe.config.stateful else now.state
 
     def _step(
         self,
         step_of: Callable[..., Any],
         now: Trained,
-        batch: Callable[[int], Batch],
+        batch: Batches,
         signals: Sequence[int],
         members: Members | None,
     ) -> tuple[Tensor, Trained, bool] | None:
@@ -427,10 +430,11 @@ class Loop:
             if means is None:
                 return None
             loss, grads = unflatten(spec, means)
+        tx = self._tx
         if self.donate:
-            params, state = self._tx.step(grads, state, now.params, donate=True)
+            params, state = tx.step(grads, state, now.params, donate=True)
         else:
-            updates, state = self._tx.update(grads, state, now.params)
+            updates, state = tx.update(grads, state, now.params)
             params = apply_updates(now.params, updates)
         state = (state, states) if stateful else state
         return loss, Trained(params, state, now.step + 1), stop
@@ -442,7 +446,7 @@ class Loop:
             flag = group.all_reduce(flag, "max")
         return bool(flag.item())
 
-    def _logger(self, step: int, last: Record) -> Callable[[Record], object] | None:
+    def _logger(self, step: int, last: Record) -> Log | None:
         """Where records go, on the first process. ``last`` is this copy's: if it is of this step,
         the copy that led may have been lost before it wrote its own.
         """
