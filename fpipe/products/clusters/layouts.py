@@ -163,7 +163,7 @@ def _tried(job: Job, layout: Layout) -> Prediction | None:
 
 def _none(job: Job, chosen: bool) -> PlanError:
     """The error where no layout exists."""
-    what = f"no layout of {job.gpus} GPUs divides {job.model.name} and {job.batch} sequences"
+    what = f"no layout of {job.gpus} GPUs divides {job.model.name!s:.60} and {job.batch} sequences"
     if chosen:
         return PlanError(f"{what} with the given choices; leave out some of them")
     power = 1 << (job.gpus.bit_length() - 1)

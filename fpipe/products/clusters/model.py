@@ -89,7 +89,7 @@ class Model:
             high = MOST_LAYERS if field.name == "layers" else MOST_SIZE
             if field.type == "int" and (type(value) is not int or not low <= value <= high):
                 raise PlanError(
-                    f"{self.name}: {field.name} is {value!r:.60}, and must be a whole number from "
+                    f"{self.name!s:.60}: {field.name} is {value!r:.60}, and must be a whole number from "
                     f"{low} to {high}; correct it"
                 )
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -104,7 +104,7 @@ class Model:
         }
         for rule, holds in rules.items():
             if not holds:
-                raise PlanError(f"{self.name}: {rule}; correct it")
+                raise PlanError(f"{self.name!s:.60}: {rule}; correct it")
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
 
     # ---- parameters ----

@@ -104,6 +104,7 @@ REFUSED = [
     ),
     ({"model_type": "gpt2"}, "lacks 'n_embd'; add it"),
     ({**LLAMA, "hidden_size": "wide"}, "hidden is 'wide', and must be a whole number"),
+    ({**LLAMA, "hidden_size": "w" * 5000}, "hidden is 'www"),  # its name had 5,000 characters
     ({**LLAMA, "num_hidden_layers": 10**5}, "layers is 100000.* from 1 to 256; correct it"),
     ({**LLAMA, "hidden_size": 4097}, "heads must divide hidden 4097, or head_dim is given"),
     ({**LLAMA, "num_key_value_heads": 5}, "5 kv_heads must divide 32 heads"),
@@ -126,6 +127,7 @@ def test_configs_that_are_refused(config: object, message: str, tmp_path: Path):
     with pytest.raises(PlanError, match=message) as refused:
         read_model(path)
     assert str(refused.value).startswith(("llama", str(path)))
+    assert len(str(refused.value)) < 1000
 
 
 def test_a_file_that_is_no_json(tmp_path: Path):
