@@ -110,6 +110,15 @@ def test_a_wrong_page_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run(page)
     run(page, update=True)
     assert page.read_text() == "```python\nprint(1)\n```\n\n```text\n1\n```\n"
+    page.write_text("```text\n3\n```\n\n```python\nprint(1)\n```\n\n```text\n```\n")
+    run(page, update=True)
+    assert page.read_text().endswith("print(1)\n```\n\n```text\n1\n```\n")
+    page.write_text("```diff\n a = 1\n-print(a)\n+print(a + 1)\n```\n")
+    with pytest.raises(AssertionError, match="before and after"):
+        run(page)
+    page.write_text("```diff\n-a = 1\n+a = 2 - 1\n print(a)\n```\n\n```text\n2\n```\n")
+    with pytest.raises(AssertionError, match="this is printed:\n1"):
+        run(page)
     page.write_text("```python\ndef f():\n    f()\n```\n")
     with pytest.raises(AssertionError, match="nothing calls f"):
         run(page)
@@ -171,6 +180,15 @@ def test_what_readme_names_is_there():
     )
     assert len(named) > 5
     assert [name for name in named if name not in tests] == []
+
+
+def test_figures_of_readme_are_those_of_its_picture():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    printed = re.findall(r"^(\w+): loss [\d.]+, total ([\d.]+), bubble ([\d.]+)%$", text, re.M)
+    drawn = (ROOT / "docs/pictures/three.svg").read_text(encoding="utf-8")
+    figures = re.findall(r">total ([\d.]+), span [\d.]+, bubble ([\d.]+)%, peak", drawn)
+    assert [name for name, *_ in printed] == ["ZBV", "DualPipeV"]
+    assert [tuple(row) for _, *row in printed] == figures[1:]  # the first one is 1F1B
 
 
 def test_what_readme_says_of_time_was_measured():
