@@ -21,14 +21,14 @@ ROOT = Path(fpipe.__file__).parents[1]
 #: query -> the beginning of a place that must be among the first sections of the first pages
 QUERIES = {
     "clipping": "howto/",
-    "value_and_grad": "reference.html#fpipe.value_and_grad",
-    "fpipe.value_and_grad": "reference.html#fpipe.value_and_grad",
+    "value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
+    "fpipe.value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
     "resume": "howto/checkpoints.html",
     "bf16": "howto/precision.html",
-    "global_norm": "reference.html#fpipe.clip_by_global_norm",
-    "cosine": "reference.html#fpipe.transforms.warmup_cosine",
-    "from_csv": "reference.html#fpipe.Schedule.from_csv",
-    "microbatches": "reference.html#fpipe",
+    "global_norm": "reference/transforms.html#fpipe.clip_by_global_norm",
+    "cosine": "reference/transforms.html#fpipe.transforms.warmup_cosine",
+    "from_csv": "reference/schedules.html#fpipe.Schedule.from_csv",
+    "microbatches": "reference/",
     "deepspeed": "howto/migrate.html",
     "megatron": "howto/migrate.html",
     "warm-up": "howto/",
@@ -39,7 +39,7 @@ QUERIES = {
     "whole logits": "howto/vocabulary.html",
     "fused linear cross entropy": "howto/vocabulary.html",
     "cut cross entropy": "howto/vocabulary.html",
-    "chunked_cross_entropy": "reference.html#fpipe.chunked_cross_entropy",
+    "chunked_cross_entropy": "reference/stages.html#fpipe.chunked_cross_entropy",
 }
 PAGES, SECTIONS = 5, 10
 
