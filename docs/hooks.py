@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "docs"))
 
 import explorer  # noqa: E402
+import published  # noqa: E402
 
 import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue, orders_slices  # noqa: E402
@@ -187,9 +188,9 @@ FACTS = {
     "DualPipe": Facts(
         "DeepSeek-AI 2024",
         "2412.19437",
-        "m(F + B) + (p/2 - 1)(F&B + B - 3W)",
+        "m(F + B) + (p/2 - 1)(F&B + B - 3W), F&B = F + B",
         "p + 1",
-        None,
+        lambda p, m: 3 * m + p - 2,
         "p even; each stage is on two ranks",
     ),
     "Chimera": Facts(
@@ -611,7 +612,13 @@ def _lists(found: dict[str, list[str]]) -> Iterator[str]:
 
 # ---- mkdocs ----
 #: Pages that are written by functions of this file.
-GENERATED = ("examples.md", "zoo.md", "all.md", *(f"reference/{page}.md" for page in REFERENCE))
+GENERATED = (
+    "examples.md",
+    "zoo.md",
+    "published.md",
+    "all.md",
+    *(f"reference/{page}.md" for page in REFERENCE),
+)
 
 
 def on_config(config: Any) -> Any:
@@ -648,6 +655,7 @@ def on_files(files: Any, config: Any) -> Any:
     generated: dict[str, str | bytes] = {
         "examples.md": examples(),
         "zoo.md": page,
+        "published.md": published.page(FACTS),
         "all.md": overview(),
         **reference(),
     }

@@ -222,6 +222,36 @@ def test_what_readme_says_of_time_was_measured():
         assert (float(low), float(high)) == pytest.approx((min(ratios), max(ratios)), abs=0.1), size
 
 
+def test_published_figures(hooks: ModuleType):
+    """Each difference is within the bound of its table, and each row is on the page."""
+    page = hooks.published.page(hooks.FACTS)
+    tables = hooks.published.tables(hooks.FACTS)
+    assert sum(len(table.figures) for table in tables) > 60
+    for table in tables:
+        for figure in table.figures:
+            assert abs(figure.difference) <= table.within, (table.title, figure)
+            assert f"| {' | '.join(figure.what)} | {figure.published} | {figure.shown} |" in page
+    other = hooks.published.Figure(("GPipe",), "92.0", 93)
+    assert (other.shown, other.difference) == ("93.0", pytest.approx(1 / 92))
+    assert "arxiv.org/abs/2401.10241" in page and page.count("\nfpipe solve -p") == 6
+
+
+def test_published_figures_come_from_the_command_that_is_shown(
+    hooks: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    def slower(command: str) -> str:
+        out = json.loads(printed(command))
+        out["schedules"] = [{**entry, "total": 2 * entry["total"]} for entry in out["schedules"]]
+        return json.dumps(out)
+
+    printed = hooks.published.printed
+    monkeypatch.setattr(hooks.published, "printed", slower)
+    differences = {figure.difference for figure in hooks.published.formulas(hooks.FACTS).figures}
+    assert max(differences) == 1
+    with pytest.raises(ValueError, match="ended with"):
+        printed("fpipe compare -p 0")
+
+
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24), (6, 18)])
 def test_formulas_agree_with_the_simulator(hooks: ModuleType, p: int, m: int):
     for name, facts in hooks.FACTS.items():
