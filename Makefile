@@ -11,7 +11,7 @@ ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-torch fuzz operators golden lint format bench bench-gpu docs clean
+.PHONY: help demo wheel test test-long test-torch fuzz operators golden lint format bench bench-gpu docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -38,6 +38,11 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 demo: $(VENV)/.installed ## train a small GPT through 4 processes, and check its gradients; ARGS="--steps 50"
 	@$(BIN)/fpipe train --schedule ZBV --ranks 4 --steps 200 --out run $(ARGS)
+
+wheel: | $(VENV)/bin/python ## build dist/fpipe-*.whl, for `pip install dist/fpipe-*.whl` elsewhere
+	@rm -f dist/fpipe-*.whl
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/fpipe-*.whl
 
 # interpreters and workers that tests start read what is compiled, also where a machine sets this
 test test-long test-torch: export PYTHONDONTWRITEBYTECODE =

@@ -1,5 +1,5 @@
-"""Generates pages of the docs: the list of schedules and the reference from the code, others from
-files of the root.
+"""Generates pages of the docs: the list of schedules, the published figures and the reference from
+the code, others from files of the root.
 
 mkdocs calls the hooks during a build; the tests generate and check the same pages.
 """
@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "docs"))
 
 import explorer  # noqa: E402
+import published  # noqa: E402
 
 import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue, orders_slices  # noqa: E402
@@ -187,9 +188,9 @@ FACTS = {
     "DualPipe": Facts(
         "DeepSeek-AI 2024",
         "2412.19437",
-        "m(F + B) + (p/2 - 1)(F&B + B - 3W)",
+        "m(F + B) + (p/2 - 1)(F&B + B - 3W), F&B = F + B",
         "p + 1",
-        None,
+        lambda p, m: 3 * m + p - 2,
         "p even; each stage is on two ranks",
     ),
     "Chimera": Facts(
@@ -292,54 +293,115 @@ def svg(timeline: fpipe.Timeline) -> bytes:
 
 
 # ---- the reference ----
-def reference() -> str:
-    """Every public name with its signature and docstring; a name without a docstring raises
-    ValueError.
+#: page of reference/ -> its title
+REFERENCE = {
+    "pipelines": "Pipelines",
+    "stages": "Stages and batches",
+    "schedules": "Schedules",
+    "simulation": "Simulation and search",
+    "ranks": "Ranks and devices",
+    "transforms": "Gradient transforms",
+    "runs": "Runs, checkpoints and errors",
+    "interop": "Interoperation and tests",
+}
+#: title of a section -> its page, and its names, or a public module. Each name is in one section.
+SECTIONS = {
+    "Pipelines and their gradients": (
+        "pipelines",
+        "pipeline Pipeline value_and_grad grad vjp weighted copies auto",
+    ),
+    "Other derivatives": ("pipelines", "per_example"),
+    "Stages": ("stages", "Stage block chunked_cross_entropy remat"),
+    "Modules": ("stages", "from_module to_module"),
+    "Batches": ("stages", "Microbatches elsewhere pack pad"),
+    "Programs of a stage": ("stages", "Programs trace"),
+    "Schedules": (
+        "schedules",
+        "Action Fused Placement Schedule Slice make_schedule register_schedule schedule_names",
+    ),
+    "Costs and times": ("simulation", "Costs Timeline"),
+    "Search": ("simulation", "Solved balance solve"),
+    "Ranks and processes": ("ranks", "adopt elastic init launch local"),
+    "Devices": ("ranks", "devices"),
+    "Collectives in a stage": ("ranks", "ops"),
+    "Optimizers": ("transforms", "adamw sgd from_torch master apply_updates"),
+    "Transforms of gradients": (
+        "transforms",
+        "Transform cast chain clip_by_global_norm dynamic_loss_scale global_norm masked mean_over "
+        "partition scale scale_by_schedule skip_nonfinite",
+    ),
+    "All transforms": ("transforms", "transforms"),
+    "Checkpoints and runs": ("runs", "Epochs Loop load receive save stream"),
+    "Measuring and debugging": ("runs", "debug measure_costs profile"),
+    "Errors": ("runs", "FpipeError errors"),
+    "Other libraries": ("interop", "interop"),
+    "Tests": ("interop", "testing"),
+}
+
+
+def reference() -> dict[str, str]:
+    """The pages of the reference: every public name with its signature and docstring; a name
+    without a docstring raises ValueError.
     """
+    listed = [name for _, names in SECTIONS.values() for name in names.split()]
+    if sorted(listed) != sorted(fpipe.__all__):
+        wrong = sorted(set(listed) ^ set(fpipe.__all__)) or "a name twice"
+        raise ValueError(f"SECTIONS and fpipe.__all__ differ: {wrong}")
+    return {f"reference/{page}.md": _page(page) for page in REFERENCE}
+
+
+def _page(page: str) -> str:
     lines = [
-        "# Reference",
+        f"# {REFERENCE[page]}",
         "",
-        "Generated from the docstrings, whose examples are run by the test suite.",
+        "Generated from the docstrings, whose examples are run by the test suite. "
+        "[All of fpipe](../all.md) has one line for each name.",
         "",
     ]
-    left = [name for names in fpipe._TABLE.values() for name in names.split()]
-    for title, names in SECTIONS.items():
+    for title, (where, names) in SECTIONS.items():
+        if where != page:
+            continue
         lines += [f"## {title}", ""]
-        for name in sorted(names.split()):
+        for name in names.split():
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
-            left.remove(name)
-    for title, package in {"Gradient transforms": "transforms", "Errors": "errors"}.items():
-        lines += [f"## {title}", ""]
-        for name in sorted(name for name in left if fpipe._NAMES[name] == package):
-            lines += entry(f"fpipe.{name}", getattr(fpipe, name))
-            left.remove(name)
-    if left:
-        raise ValueError(f"no section of the reference has {sorted(left)}; add them to SECTIONS")
-    for name in fpipe._MODULES:
-        if name == "errors":
-            continue  # each error has an entry above
-        module = getattr(fpipe, name)
-        lines += [f"## fpipe.{name}", "", text_of(module, f"fpipe.{name}"), ""]
-        for member, value in members(f"fpipe.{name}", module):
-            lines += entry(member, value)
     return "\n".join(lines)
 
 
-#: title -> names; transforms and errors have sections of their own
-SECTIONS = {
-    "Pipelines and their gradients": "pipeline Pipeline value_and_grad grad vjp weighted copies "
-    "auto",
-    "Stages": "Stage block chunked_cross_entropy remat",
-    "Modules": "from_module to_module",
-    "Batches": "Microbatches elsewhere pack pad",
-    "Other derivatives": "per_example",
-    "Ranks and processes": "adopt elastic init launch local",
-    "Schedules": "Action Costs Fused Placement Schedule Slice Solved Timeline balance "
-    "make_schedule register_schedule schedule_names solve",
-    "Measuring and debugging": "debug measure_costs profile",
-    "Programs of a stage": "Programs trace",
-    "Checkpoints and runs": "Epochs Loop load receive save stream",
-}
+def overview() -> str:
+    """Every public name in one line: a link to its entry, and the first sentence of its
+    docstring.
+    """
+    lines = [
+        "# All of fpipe",
+        "",
+        "Every public name, by what it is for, with the first sentence of its entry in the "
+        "reference.",
+        "",
+    ]
+    for page, title in REFERENCE.items():
+        lines += [f"## {title}", ""]
+        for section, (where, names) in SECTIONS.items():
+            if where != page:
+                continue
+            lines += [f"**{section}**", ""]
+            for name in names.split():
+                value = getattr(fpipe, name)
+                lines.append(_line(page, f"fpipe.{name}", value))
+                if inspect.ismodule(value):
+                    lines += [
+                        _line(page, member, inner)
+                        for member, inner in members(f"fpipe.{name}", value)
+                        if getattr(fpipe, inner.__name__, None) is not inner  # has a line above
+                    ]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _line(page: str, name: str, value: Any) -> str:
+    text = text_of(value, name).partition("\n\n")[0].replace("\n", " ")
+    return f"* [`{name}`](reference/{page}.md#{name}): {re.split(r'(?<=[.]) ', text)[0]}"
+
+
 #: Classes that only the library creates: they have no signature in the reference.
 RETURNED = (
     "fpipe.Pipeline",
@@ -404,8 +466,9 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     if callable(value) and name not in RETURNED:
         lines += ["```python", *signature(name, value), "```", ""]
     lines += [text_of(value, name), ""]
-    for member, inner in members(name, value):
-        lines += entry(member, inner, "####")
+    if name != "fpipe.errors" or not inspect.ismodule(value):
+        for member, inner in members(name, value):
+            lines += entry(member, inner, "###" if inspect.ismodule(value) else "####")
     return lines
 
 
@@ -548,12 +611,22 @@ def _lists(found: dict[str, list[str]]) -> Iterator[str]:
 
 
 # ---- mkdocs ----
+#: Pages that are written by functions of this file.
+GENERATED = (
+    "examples.md",
+    "zoo.md",
+    "published.md",
+    "all.md",
+    *(f"reference/{page}.md" for page in REFERENCE),
+)
+
+
 def on_config(config: Any) -> Any:
     """Remove missing pages from the navigation, and append pages that it omits."""
     there = {
         path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.md")
     }
-    pages = there | {*COPIED, "examples.md", "zoo.md", "reference.md"}
+    pages = there | {*COPIED, *GENERATED}
     listed: set[str] = set()
 
     def existing(items: list[Any]) -> list[Any]:
@@ -582,7 +655,9 @@ def on_files(files: Any, config: Any) -> Any:
     generated: dict[str, str | bytes] = {
         "examples.md": examples(),
         "zoo.md": page,
-        "reference.md": reference(),
+        "published.md": published.page(FACTS),
+        "all.md": overview(),
+        **reference(),
     }
     generated["fpipe.html"] = explorer.page()
     generated |= pictures | {page: copied(name) for page, name in COPIED.items()}

@@ -1,9 +1,10 @@
 """Runs the code blocks of a page of the documentation.
 
 ``python`` blocks of a page share their names, and the page calls what it defines. A ``text`` block
-after one is its output. ``sh`` blocks run through the command line's own function; lines that would
-start processes (make, torchrun) are checked for targets, options and files that exist and that
-another test runs.
+after one is its output. A ``diff`` block has two whole programs, the one before and the one after
+the change, which print the same. ``sh`` blocks run through the command line's own function; lines
+that would start processes (make, torchrun) are checked for targets, options and files that exist
+and that another test runs.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def shell(line: str) -> None:
     elif words[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         name, _, extras = words[-1].rstrip("]").partition("[")
-        assert name in (".", project["name"]), line
+        assert name in (".", project["name"], "dist/fpipe-*.whl"), line
         assert set(filter(None, extras.split(","))) <= project["optional-dependencies"].keys(), line
     elif clusters and words[0] != "python":
         runs = (ROOT / "tests" / "whole" / "test_cluster.py").read_text(encoding="utf-8")
@@ -86,6 +87,21 @@ def shell(line: str) -> None:
         assert Path(example).stem in runs.read_text(), f"{runs.name} does not run {example}"
     else:
         raise AssertionError(f"no test runs {line!r}")
+
+
+def versions(diff: str) -> tuple[str, str]:
+    """The program before a change and the one after it.
+
+    >>> versions(" a = 1\\n-print(a)\\n+print(1)\\n")
+    ('a = 1\\nprint(a)\\n', 'a = 1\\nprint(1)\\n')
+    """
+    lines = diff.splitlines(keepends=True)
+    assert {line[0] for line in lines} <= set(" +-\n"), "a line begins with a blank, + or -"
+    before, after = (
+        "".join(line[1:] if line.strip() else line for line in lines if line[0] != left_out)
+        for left_out in "+-"
+    )
+    return before, after
 
 
 def check_calls(page: Path) -> None:
@@ -150,6 +166,14 @@ def run(page: Path, update: bool = False, compare: bool = True) -> None:
             if block.kind == "python":
                 code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
                 exec(code, names)
+            elif block.kind == "diff":
+                outputs = []
+                for version in versions(block.code):
+                    with contextlib.redirect_stdout(io.StringIO()) as alone:
+                        exec(compile(version, str(page), "exec"), {"__name__": "page"})
+                    outputs.append(alone.getvalue())
+                assert outputs[0] == outputs[1], f"{where}: before and after: {outputs}"
+                print(outputs[0], end="")
             elif block.kind == "sh":
                 for line in filter(None, block.code.splitlines()):
                     shell(line)
@@ -158,14 +182,15 @@ def run(page: Path, update: bool = False, compare: bool = True) -> None:
             elif block.kind == "text":
                 same = doctest.OutputChecker().check_output(block.code, output, doctest.ELLIPSIS)
                 if update and not same:
-                    page.write_text(
-                        page.read_text(encoding="utf-8").replace(block.code, output, 1),
-                        encoding="utf-8",
-                    )
+                    text, fence = page.read_text(encoding="utf-8"), "```text\n{}```"
+                    shown = fence.format(block.code)
+                    page.write_text(text.replace(shown, fence.format(output), 1), encoding="utf-8")
                     continue
                 assert same, f"{where}: this is printed:\n{output}"
             else:
-                raise AssertionError(f"{where}: a block is python, sh or text, not {block.kind!r}")
+                raise AssertionError(
+                    f"{where}: a block is python, diff, sh or text, not {block.kind!r}"
+                )
         output = None if block.kind == "text" else printed.getvalue()
 
 

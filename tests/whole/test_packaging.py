@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import email
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import textwrap
 import tomllib
@@ -72,6 +74,47 @@ def test_wheel_runs(wheel: zipfile.ZipFile, tmp_path: Path):
     run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith(str(tmp_path)) and "stages=4" in done.stdout
+
+
+@pytest.mark.long
+def test_wheel_is_installed_and_its_command_draws(wheel: zipfile.ZipFile, tmp_path: Path):
+    """In a new environment, whose other packages are those of this one."""
+    assert wheel.filename
+    packages = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", packages], check=True)
+    python = packages / "bin" / "python"
+    install = ["install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel.filename]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), *install],
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
+    (installed,) = packages.glob("lib/python*/site-packages")
+    (installed / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(*command: str | Path) -> str:
+        return subprocess.run(
+            [str(word) for word in command],
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout
+
+    assert run(python, "-c", "import fpipe; print(fpipe.__file__)").startswith(str(installed))
+    drawn = run(packages / "bin" / "fpipe", "draw", "1F1B", "--ranks", "4", "--microbatches", "8")
+    assert "total 33, span 33, bubble 27.3%" in drawn
+
+
+def test_make_wheel_builds_a_wheel_alone():
+    """The command of the Makefile, which downloads the backend of pyproject.toml, is not run."""
+    command = ["make", "wheel", "--dry-run", "PYTHON=python3"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "pip wheel" in shown and "--no-deps --wheel-dir dist ." in shown
+    assert "pip install dist/fpipe-*.whl" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_sdist_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path):
