@@ -50,8 +50,8 @@ class Gpu:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value <= MOST:
                 raise PlanError(
-                    f"gpu {self.name!s:.60}: {name} is {value!r:.40}, and must be a number above 0 and "
-                    f"at most {MOST:.0e}; correct it"
+                    f"gpu {self.name!s:.60}: {name} is {value!r:.40}, and must be a number above 0 "
+                    f"and at most {MOST:.0e}; correct it"
                 )
 
     def width(self, gpus: int) -> float:

@@ -89,8 +89,8 @@ class Model:
             high = MOST_LAYERS if field.name == "layers" else MOST_SIZE
             if field.type == "int" and (type(value) is not int or not low <= value <= high):
                 raise PlanError(
-                    f"{self.name!s:.60}: {field.name} is {value!r:.60}, and must be a whole number from "
-                    f"{low} to {high}; correct it"
+                    f"{self.name!s:.60}: {field.name} is {value!r:.60}, and must be a whole number "
+                    f"from {low} to {high}; correct it"
                 )
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         rules = {
