@@ -18,24 +18,38 @@ from .loader import NAME
 from .test_processes import prepare
 
 FORWARD, LINK, MICROBATCHES = 0.02, 0.01, 8
+SPLIT = (("ZBH1", 2), ("ZBH2", 2), ("ZBV", 4))
 
 
 class Work(torch.autograd.Function):
-    """A stage that computes for a while."""
+    """A computation of the input that takes a while, as its backward does."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         torch.get_device_module(NAME).sleep(FORWARD)
-        return x * p
+        return x * 1
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        torch.get_device_module(NAME).sleep(2 * FORWARD)
-        return grads[0] * 1, grads[0].sum()
+        torch.get_device_module(NAME).sleep(FORWARD)
+        return grads[0] * 1
+
+
+class Weight(torch.autograd.Function):
+    """A parameter whose gradient takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor) -> torch.Tensor:
+        return p * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        torch.get_device_module(NAME).sleep(FORWARD)
+        return grads[0] * 1
 
 
 def stage(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return Work.apply(x, p)  # type: ignore[no-any-return]
+    return Work.apply(x) + Weight.apply(p)  # type: ignore[no-any-return]
 
 
 def timed(link: float, name: str, stages: int) -> list[float]:
@@ -71,7 +85,13 @@ def simulated(link: float, name: str, stages: int) -> float:
 
 def main() -> None:
     """Print a row for each schedule."""
-    for name, stages in (("GPipe", 2), ("1F1B", 2), ("Eager1F1B", 2), ("Interleaved1F1B", 4)):
+    for name, stages in (
+        ("GPipe", 2),
+        ("1F1B", 2),
+        ("Eager1F1B", 2),
+        ("Interleaved1F1B", 4),
+        *SPLIT,
+    ):
         row = []
         for link in (0.0, LINK):
             ranks = fpipe.launch(timed, link, name, stages, ranks=2, timeout=300)
