@@ -15,10 +15,10 @@ import fpipe
 from fpipe.passes.ready.simulated import _Run
 from fpipe.schedule import Schedule
 
-UNIT = 0.1  #: seconds that a forward takes at the median
+UNIT = 0.1  #: seconds that the forwards of a rank take at the median, for a microbatch
 JITTER = 0.3
 SIMULATED = ("1F1B", "ZBV")
-MEASURED = ("1F1B",)
+MEASURED = ("1F1B", "ZBV")
 
 
 def simulated(seeds: int = 10) -> list[dict[str, Any]]:
@@ -47,31 +47,54 @@ def simulated(seeds: int = 10) -> list[dict[str, Any]]:
 
 
 class Nap(torch.autograd.Function):
-    """Sleeps for the time of an action of a microbatch, whose number is the value of ``x``."""
+    """Sleeps for the time of F and I of a microbatch, whose number is the value of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor, times: Any) -> torch.Tensor:
-        ctx.number, ctx.times = int(x.flatten()[0]), times
-        time.sleep(times["F", ctx.number])
+    def forward(ctx: Any, x: torch.Tensor, number: int, times: Any) -> torch.Tensor:
+        ctx.number, ctx.times = number, times
+        time.sleep(times["F", number])
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        time.sleep(ctx.times["B", ctx.number])
+        time.sleep(ctx.times["I", ctx.number])
         (grad,) = grads
-        return grad.clone(), grad.sum(), None
+        return grad.clone(), None, None
 
 
-def naps(schedule: Schedule, seed: int) -> list[Any]:
-    """A stage for each one of a schedule, which sleeps as long as the simulation draws."""
+class Weight(torch.autograd.Function):
+    """Sleeps for the time of W."""
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, number: int, times: Any) -> torch.Tensor:
+        ctx.number, ctx.times = number, times
+        return p.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        time.sleep(ctx.times["W", ctx.number])
+        (grad,) = grads
+        return grad.clone(), None, None
+
+
+def nap(p: torch.Tensor, x: torch.Tensor, times: Any) -> torch.Tensor:
+    """A stage that sleeps. Its parameter is zero, so the output is the input."""
+    number = int(x.flatten()[0])
+    return Nap.apply(x, number, times) + Weight.apply(p, number, times)  # type: ignore[no-any-return]
+
+
+def naps(schedule: Schedule, seed: int, unit: float) -> list[Any]:
+    """A stage for each one of a schedule, which sleeps as long as the simulation draws; ``unit``
+    are the seconds of an action.
+    """
     run = _Run(schedule._inspection, fpipe.Costs(), JITTER, seed)
     times: list[dict[Any, float]] = [{} for _ in range(schedule.stages)]
     for rank in run.ranks:
         for action, (factor, _) in zip(rank.row, rank.factors, strict=True):
             for part in action.parts:
-                length = UNIT * factor * (1 if part.op == "F" else 2)
-                times[part.stage][part.op, part.microbatch] = length
-    return [lambda p, x, of=of: Nap.apply(x, p, of) for of in times]
+                for op in "IW" if part.op == "B" else part.op:
+                    times[part.stage][op, part.microbatch] = unit * factor
+    return [lambda p, x, of=of: nap(p, x, of) for of in times]
 
 
 def loss(y: torch.Tensor) -> torch.Tensor:
@@ -83,14 +106,14 @@ def measured(name: str, microbatches: int, seed: int) -> dict[str, float]:
     """The seconds of a step in each order, on the ranks of the job."""
     group = fpipe.init()
     schedule = fpipe.make_schedule(name, ranks=group.size, microbatches=microbatches)
-    stages = naps(schedule, seed)
+    stages = naps(schedule, seed, UNIT * schedule.ranks / schedule.stages)
     x = torch.arange(float(microbatches)).repeat_interleave(2)
     result = {}
     for order in ("row", "ready"):
         pipe = fpipe.pipeline(
             stages, schedule, loss=loss, group=group, engine="eager", order=order, seed=0
         )
-        params = pipe.place([torch.ones(()) for _ in stages])
+        params = pipe.place([torch.zeros(()) for _ in stages])
         step = fpipe.value_and_grad(pipe)
         step(params, x)
         times = []
@@ -112,9 +135,10 @@ def main() -> None:
         for seed in range(3):
             schedule = fpipe.make_schedule(name, ranks=4, microbatches=16)
             results = fpipe.launch(measured, name, 16, seed, ranks=4)
+            unit = UNIT * schedule.ranks / schedule.stages
             line = {"schedule": name, "seed": seed}
             for order in ("row", "ready"):
-                total = schedule.simulate(jitter=JITTER, seed=seed, order=order).total * UNIT
+                total = schedule.simulate(jitter=JITTER, seed=seed, order=order).total * unit
                 seconds = max(result[order] for result in results)
                 line[order] = f"{seconds:.3f} s measured, {total:.3f} s simulated"
             print(line)
