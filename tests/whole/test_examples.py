@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -41,9 +41,26 @@ SMALL = {
     "distillation": 15,
     "sam": 8,
     "multi_token": 10,
+    "evaluation": 20,
+    "uneven": 10,
+    "tower": 20,
+    "loggers": 10,
+    "same_start": 10,
+    "faults": 10,
 }
 #: with the same losses on four processes
-RECIPES = ("lora", "distillation", "sam", "multi_token")
+RECIPES = (
+    "lora",
+    "distillation",
+    "sam",
+    "multi_token",
+    "evaluation",
+    "uneven",
+    "tower",
+    "loggers",
+    "same_start",
+    "faults",
+)
 #: those that take arguments
 EXPLAINED = ("moe", "zero")
 
@@ -86,6 +103,53 @@ def test_a_killed_run_resumes_with_the_same_losses(
 def test_loss_falls_in_one_process(name: str):
     losses = load(name).main(["--steps", "8"])
     assert losses[-1] < losses[0]
+
+
+def test_evaluation_keeps_the_best_parameters(capsys: pytest.CaptureFixture[str]):
+    load("evaluation").main()
+    *rows, kept = capsys.readouterr().out.splitlines()
+    held = [row.split("held-out loss ")[1].split()[0] for row in rows]
+    assert held[0] > min(held) < held[-1]  # it falls, and rises again
+    assert kept.endswith(min(held))
+
+
+def test_uneven_cut_leaves_ranks_less_idle(capsys: pytest.CaptureFixture[str]):
+    load("uneven").main(steps=1)
+    bubbles = [
+        int(line.split("bubble ")[1].rstrip("%"))
+        for line in capsys.readouterr().out.splitlines()
+        if "bubble" in line
+    ]
+    assert len(bubbles) == 2 and bubbles[1] < bubbles[0]
+
+
+def test_loggers_write_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each record goes to Weights & Biases, here a stand-in, and to a file of TensorBoard."""
+    rows: list[int] = []
+    run = SimpleNamespace(log=lambda record, step: rows.append(step))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    load("loggers").main(steps=3, folder=str(tmp_path))
+    assert rows == [1, 2, 3]
+    if importlib.util.find_spec("tensorboard"):
+        assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_loggers_run_without_what_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert len(load("loggers").main(steps=3)) == 3
+    out, err = capsys.readouterr()
+    assert out.startswith("logs: bar\n") and "3/3" in err
+
+
+def test_injected_faults_raise_the_errors_that_the_example_says():
+    made = load("faults")
+    tests = [test for name, test in vars(made).items() if name.startswith("test_")]
+    assert len(tests) == 4
+    for test in tests:
+        test()
 
 
 def test_per_example_runs(capsys: pytest.CaptureFixture[str]):
