@@ -2,9 +2,7 @@
 
 ``Loop(log=...)`` calls a function with a record of each step, on the first process alone: step, loss, seconds, learning
 rate and norm of the gradients. TensorBoard and wandb are used where they are installed. wandb is in the mode
-"offline", which sends nothing: leave it out for your own runs.
-
-The loss is that of a small regression; it falls.
+"offline", which sends nothing: leave it out for your own runs. The loss is that of a small regression; it falls.
 
 python examples/loggers.py                                   # four ranks in one process
 torchrun --nproc-per-node 4 examples/loggers.py              # or a process for each
@@ -40,10 +38,8 @@ def bar(steps: int) -> Log:
 
     def show(record: Record) -> None:
         done = record["step"]
-        end = "\n" if done == steps else ""
-        left = (steps - done) * record["seconds"]
-        line = f"\r[{'#' * (30 * done // steps):30s}] {done}/{steps}  loss {record['loss']:.4f}  {left:.1f} s left"
-        print(line, end=end, file=sys.stderr, flush=True)
+        line = f"\r[{'#' * (30 * done // steps):30s}] {done}/{steps}  loss {record['loss']:.4f}"
+        print(line, end="\n" if done == steps else "", file=sys.stderr, flush=True)
 
     return show
 
@@ -82,7 +78,7 @@ def main(steps: int = 20, folder: str | None = None) -> list[float]:
 
     group = fpipe.init(pp=4)
     pipe = fpipe.pipeline([layer] * STAGES, "ZBV", loss=loss, microbatches=8, group=group)
-    rate = fpipe.transforms.warmup_cosine(1e-2, warmup=3, steps=steps)
+    rate = fpipe.transforms.warmup_cosine(1e-2, warmup=1, steps=steps)
     tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.adamw(rate))
     records: list[Record] = []
     logs: list[Log] = [records.append]
