@@ -21,12 +21,15 @@ from fpipe.passes.profile.profiling import whole
 class Alone:
     """The programs of the stages here on the values of a real step, with nothing around them."""
 
-    def __init__(self, pipe: fpipe.Pipeline, params: Any, x: Any, t: Any):
-        alone = pipe.under(whole(pipe.schedule(x.shape[0])))
+    def __init__(
+        self, pipe: fpipe.Pipeline, params: Any, x: Any, t: Any, microbatches: int | None = None
+    ):
+        schedule = pipe.schedule(microbatches or x.shape[0])
+        alone = pipe.under(whole(schedule))
         call = alone.call("grad", params, x, (t,), {})
         (lowered,) = alone.cache.plans_for(call).prepared.inputs.values()
         self.kinds, self.top = lowered.kinds[0], pipe.stages - 1
-        self.row = list(plain(pipe.schedule(x.shape[0])[pipe.group.rank]))
+        self.row = list(plain(schedule[pipe.group.rank]))
         self.values: dict[int, dict[str, Any]] = {}
         self.times: dict[tuple[str, int], list[float]] = {}
         before = WATCH.set(self._watch)

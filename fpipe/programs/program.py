@@ -137,9 +137,11 @@ class Program:
         inputs = (*self.inputs, *(into for targets in adds.values() for into in targets))
         if not self.traced:  # an eager program, whose function takes more inputs
             return replace(self, inputs=inputs, outputs=tuple(outputs))
-        return Program.of(
-            self.name, self.operations, inputs, outputs, self.constants, adds, self.stage
-        )
+        adds = dict(adds)
+        body = self.operations
+        if any(one.name in adds and getattr(one.value, "nbytes", 0) >> 20 for one in body):
+            body = feature("added").adding(body, adds, outputs)
+        return Program.of(self.name, body, inputs, outputs, self.constants, adds, self.stage)
 
 
 def _source(
@@ -304,7 +306,7 @@ class Programs(HeldBytes):
     # ---- gradients added as soon as they are computed ----
     def added_by(self, letter: str) -> dict[int, str]:
         """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") can add itself."""
-        program = self.b if letter == "B" else self.w
+        program = getattr(self, letter.lower())
         if self.compiled:
             return {}
         computed = set(program.outputs) if self.eager else {op.name for op in program.traced}
@@ -318,16 +320,17 @@ class Programs(HeldBytes):
 
     @cached_property
     def _b_adding(self) -> Program:
-        return self._adding("B", self.b)
+        return self._adding("B")
 
     @cached_property
     def _w_adding(self) -> Program:
-        return self._adding("W", self.w)
+        return self._adding("W")
 
-    def _adding(self, letter: str, program: Program) -> Program:
+    def _adding(self, letter: str) -> Program:
         if self.origin is not None:
             traced, resized = self.origin
             return resized(traced.adding(letter))
+        program: Program = getattr(self, letter.lower())
         adds: dict[str, list[str]] = {}
         for index, name in self.added_by(letter).items():
             adds.setdefault(name, []).append(f"g{index}")

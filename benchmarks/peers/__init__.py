@@ -1,0 +1,1 @@
+"""One transformer, trained by fpipe and by its peers: a file for each library."""

@@ -1,0 +1,34 @@
+"""PyTorch in one process, with as many threads as the others have processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from benchmarks.peers.job import Job
+from benchmarks.peers.model import Layer, Setting, batch, loss, norms, optimizer
+
+
+def build(setting: Setting, rank: int) -> Job:
+    """A module, whose gradients are accumulated over microbatches."""
+    torch.set_num_threads(setting.ranks)
+    module = nn.Sequential(*(Layer(setting, n) for n in setting.names()))
+    ran = torch.compile(module) if setting.compile else module
+    opt = optimizer(setting, module.parameters())
+    x, t = map(torch.from_numpy, batch(setting))
+    pairs = list(zip(x.split(setting.rows), t.split(setting.rows), strict=True))
+    seen: dict[str, float] = {}
+
+    def step() -> float:
+        total = torch.zeros(())
+        for a, b in pairs:
+            value = loss(ran(a), b) / setting.microbatches
+            value.backward()
+            total += value.detach()
+        if not seen:
+            seen.update(norms(module))
+        opt.step()
+        opt.zero_grad()
+        return total.item()
+
+    return Job(step, lambda: seen)
