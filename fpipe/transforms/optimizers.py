@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from . import foreach as F
 from .leaves import Mask
 from .optimizer import Arithmetic, Kernel, Rate, optimizer
@@ -44,6 +44,7 @@ class SgdState(NamedTuple):
     momentum: Updates = None
 
 
+@checked
 def sgd(
     lr: Rate,
     momentum: float = 0.0,
@@ -121,6 +122,7 @@ class AdamState(NamedTuple):
     v: Updates
 
 
+@checked
 def adamw(
     lr: Rate,
     betas: tuple[float, float] = (0.9, 0.999),

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from ..tree import Tree
 from . import foreach as F
 from .leaves import Column, Places, map_kinds, places, recording, scaled
@@ -233,6 +233,7 @@ def identity() -> Transform:
     return Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
 
 
+@checked
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after another; the state is the tuple of their states.
 
@@ -308,6 +309,7 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}, {text[:40]}..."
 
 
+@checked
 def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
     """``params + updates``, each sum in its parameter's dtype; where the update is None, the
     parameter itself.

@@ -33,6 +33,7 @@ from ...errors import (
     StageError,
     TransformError,
     UnsupportedError,
+    checked,
 )
 from ...saving import Saving, groups_of, load, save
 from ...transforms import LossScaleState
@@ -72,6 +73,7 @@ class Trained(NamedTuple):
     step: int
 
 
+@checked
 @dataclass(frozen=True)
 class Loop:
     """Train with checkpoints from which an interrupted run continues with the same bits.
@@ -258,6 +260,7 @@ class Loop:
         return Trained(params, state, step)
 
     # ---- training ----
+    @checked
     def run(self, params: Sequence[Tree], batch: Batches, steps: int) -> Trained:
         """Train until ``steps`` steps are done, in this run and those that it continues; every
         process calls it.
