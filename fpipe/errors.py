@@ -159,18 +159,19 @@ def checked(fn: F) -> F:
 
     >>> checked(len)(3)
     Traceback (most recent call last):
-    fpipe.errors.ArgumentError: len(3) raised TypeError: object of type 'int' has no len(); give (obj, /)
+    fpipe.errors.ArgumentError: len(3) raised TypeError: object of type 'int' has no len(); give
+    (obj, /)
     """
 
     if isinstance(fn, type):
         fn.__init__ = checked(fn.__init__)
-        return fn
+        return fn  # type: ignore[return-value]
 
     @wraps(fn)
     def call(*args: object, **named: object) -> object:
         try:
             return fn(*args, **named)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
             at = error.__traceback__
             while at := at and at.tb_next:
                 if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _NO_USERS:
@@ -179,8 +180,11 @@ def checked(fn: F) -> F:
                 raise
             given = [f"{value!r:.80}" for value in args]
             given += [f"{name}={value!r:.80}" for name, value in named.items()]
-            what = f"{fn.__qualname__}({', '.join(given):.400}) raised {type(error).__name__}"
+            name = fn.__qualname__.rpartition("<locals>.")[2]
             takes = str(signature(fn)).replace("'", "")
-            raise ArgumentError(f"{what}: {error!s:.160}; give {takes}") from error
+            raise ArgumentError(
+                f"{name}({', '.join(given):.400}) raised {type(error).__name__}: {error!s:.160}; "
+                f"give {takes}"
+            ) from error
 
     return call  # type: ignore[return-value]

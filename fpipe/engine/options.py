@@ -55,6 +55,16 @@ class Option(Protocol):
         ...
 
 
+_CALL = "; give it to fpipe.value_and_grad(pipe, ...)"
+_COPIES = "; give it to fpipe.copies, as in dp=fpipe.copies(group.dp, zero=1)"
+#: Options of other functions, and where they belong.
+_ELSEWHERE = {
+    **dict.fromkeys(("zero", "own", "reduce_dtype"), _COPIES),
+    **dict.fromkeys(("has_aux", "each", "argnums"), _CALL),
+    **dict.fromkeys(("ranks", "devices"), "; give a group, as in group=fpipe.local(4)"),
+}
+
+
 def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
     """The options of passes, checked; StageError for a name that no pass has.
 
@@ -68,6 +78,6 @@ def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
         if near:
             hint = f"; did you mean {near[0]!r}?"
         else:
-            hint = "; see help(fpipe.pipeline)"
+            hint = _ELSEWHERE.get(name, "; see help(fpipe.pipeline)")
         raise StageError(f"pipeline() has no option {name!r}{hint}")
     return tuple(feature(PASSES[name]).option(value) for name, value in given.items())

@@ -96,14 +96,14 @@ def count(reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[s
         raise BatchError(
             f"fpipe.weighted's function raised {type(error).__name__} for microbatch {mb}: {error}"
         ) from error
-    if isinstance(number, Real):
-        return torch.as_tensor(number)
     what = repr(number)
+    if isinstance(number, Real) and 0 <= float(number) < float("inf"):
+        return torch.as_tensor(number)
     if isinstance(number, Tensor):
         if number.numel() == 1:
             return number.detach().reshape(())
         what = f"a tensor of shape {list(number.shape)}"
     raise BatchError(
         f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one number "
-        "per microbatch, such as its count of tokens"
+        "per microbatch, 0 or more, such as its count of tokens"
     )

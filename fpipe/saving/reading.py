@@ -133,10 +133,11 @@ class Reader:
         """
         trees = self.manifest.trees
         for name in wanted or ["nothing"]:
-            if name not in trees or not wanted:
+            if not wanted or not isinstance(name, str) or name not in trees:
                 existing = ", ".join(map(repr, trees))
                 raise CheckpointError(
-                    f"{self.folder} has {existing}, not {name!r}; name what to load"
+                    f"{self.folder} has {existing}, not {name!r:.200}; name what to load, as in "
+                    'fpipe.load(path, pipe, "params")'
                 )
         assert self.kept is not None  # the checks of parameters
 

@@ -111,6 +111,8 @@ def save(
     >>> params[1], step
     ({'w': tensor([1., 1.])}, 3)
     """
+    if params is None and not more:
+        raise CheckpointError(f"save({path}) has nothing to save; give params=params, step=step")
     saving = _start(folder_of(path, pipe), pipe, params, more, wait)
     if wait:
         saving.wait()

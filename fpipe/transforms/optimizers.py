@@ -81,7 +81,7 @@ def sgd(
             f"nesterov with momentum={momentum} and dampening={dampening}; it needs momentum > 0 "
             "and no dampening"
         )
-    if momentum < 0 or weight_decay < 0:
+    if not (momentum >= 0 and weight_decay >= 0):
         raise TransformError(
             f"momentum={momentum}, weight_decay={weight_decay}; sgd needs both to be 0 at least"
         )
@@ -162,7 +162,7 @@ def adamw(
     >>> updates, state.step.item()
     ([{'w': tensor([-0.1000, -0.1000])}, None], 1)
     """
-    if not all(0 <= beta < 1 for beta in betas) or eps < 0 or weight_decay < 0:
+    if not all(0 <= beta < 1 for beta in betas) or not (eps >= 0 and weight_decay >= 0):
         raise TransformError(
             f"betas={betas}, eps={eps}, weight_decay={weight_decay}; "
             f"adamw needs betas in [0, 1), eps >= 0 and weight_decay >= 0"

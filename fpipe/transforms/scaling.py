@@ -121,7 +121,7 @@ def add_noise(
     >>> torch.equal(first[0], again[0]), first[0].abs().max().item() > 0
     (True, True)
     """
-    if eta < 0:
+    if not eta >= 0:
         raise TransformError(f"eta={eta}; a variance is 0 at least")
     copies, differing = copies_of(as_over(over))
     tied = {name: group[0] for group in getattr(over, "tied", ()) for name in group}

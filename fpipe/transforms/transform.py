@@ -91,10 +91,15 @@ class Transform:
     rate: Callable[[State], float] | None = None
     name: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        for name in ("init", "update"):
+            object.__setattr__(self, name, checked(getattr(self, name)))
+
     def __repr__(self) -> str:
         """The call that made it, where that is known."""
         return self.name or f"<a transform of {getattr(self.update, '__module__', 'fpipe')}>"
 
+    @checked
     def step(
         self,
         grads: Updates,

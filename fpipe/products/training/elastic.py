@@ -73,6 +73,8 @@ def elastic(*, timeout: float = 60.0) -> Elastic | None:
     >>> print(elastic())
     None
     """
+    if not timeout > 0:
+        raise GroupError(f"timeout={timeout!r}; give seconds above 0")
     lighthouse = os.environ.get(LIGHTHOUSE)
     if lighthouse is None:
         return None

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from numbers import Real
+from math import inf
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -145,6 +146,18 @@ class Loop:
             raise UnsupportedError(
                 "Loop takes dp= and tp= of the pipeline or elastic=, not both; leave one of them "
                 "out"
+            )
+        if not isinstance(self.elastic, Elastic | None) or not (
+            self.log is None or callable(self.log)
+        ):
+            raise CheckpointError(
+                f"log={self.log!r:.200}, elastic={self.elastic!r:.200}; log= is a function of a "
+                "record, such as print, and elastic= what fpipe.elastic() returns"
+            )
+        if self.path is None and (self.every, self.keep, self.keep_every) != (100, 3, 0):
+            raise CheckpointError(
+                f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}, but "
+                "there is no path=, so nothing is written; give path=, the folder of the run"
             )
         least = {"every": 1, "keep": 1, "keep_every": 0}
         if any(
@@ -302,7 +315,7 @@ class Loop:
             raise UnsupportedError(
                 "with elastic=, data must depend on the step and the copy alone; give a function"
             )
-        if not isinstance(steps, Real) or not steps >= 0:
+        if not (isinstance(steps, Integral) or steps == inf) or steps < 0:
             raise BatchError(f"steps={steps!r}; give the number of steps in all, 0 or more")
         with _signalled() as signals:
             now = self._load(params, batch)
