@@ -26,11 +26,12 @@ module knows nothing of the rest.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import TypeVar
+from typing import TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -163,28 +164,27 @@ def checked(fn: F) -> F:
     (obj, /)
     """
 
-    if isinstance(fn, type):
-        fn.__init__ = checked(fn.__init__)
-        return fn  # type: ignore[return-value]
-
     @wraps(fn)
     def call(*args: object, **named: object) -> object:
         try:
             return fn(*args, **named)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             at = error.__traceback__
             while at := at and at.tb_next:
                 if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _NO_USERS:
                     raise
-            if isinstance(error, FpipeError):
+            of_tensor = "value of Tensor" in str(error)  # `if` of several numbers
+            if isinstance(error, FpipeError) or (isinstance(error, RuntimeError) and not of_tensor):
                 raise
-            given = [f"{value!r:.80}" for value in args]
-            given += [f"{name}={value!r:.80}" for name, value in named.items()]
-            name = fn.__qualname__.rpartition("<locals>.")[2]
+            name = fn.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
             takes = str(signature(fn)).replace("'", "")
+            if "(self" in takes:
+                args, takes = args[1:], re.sub(r"self,? ?", "", takes, count=1)
+            given = [f"{value!r:.80}" for value in args]
+            given += [f"{key}={value!r:.80}" for key, value in named.items()]
+            text = re.sub(r"\s+", " ", ", ".join(given))
             raise ArgumentError(
-                f"{name}({', '.join(given):.400}) raised {type(error).__name__}: {error!s:.160}; "
-                f"give {takes}"
+                f"{name}({text:.400}) raised {type(error).__name__}: {error!s:.160}; give {takes}"
             ) from error
 
-    return call  # type: ignore[return-value]
+    return cast(F, call)

@@ -55,13 +55,12 @@ class Option(Protocol):
         ...
 
 
-_CALL = "; give it to fpipe.value_and_grad(pipe, ...)"
-_COPIES = "; give it to fpipe.copies, as in dp=fpipe.copies(group.dp, zero=1)"
 #: Options of other functions, and where they belong.
 _ELSEWHERE = {
-    **dict.fromkeys(("zero", "own", "reduce_dtype"), _COPIES),
-    **dict.fromkeys(("has_aux", "each", "argnums"), _CALL),
-    **dict.fromkeys(("ranks", "devices"), "; give a group, as in group=fpipe.local(4)"),
+    "zero": "; give it to fpipe.copies, as in dp=fpipe.copies(group.dp, zero=1)",
+    "has_aux": "; give it to fpipe.value_and_grad(pipe, ...)",
+    "each": "; give it to fpipe.value_and_grad(pipe, ...)",
+    "ranks": "; give a group, as in group=fpipe.local(4)",
 }
 
 

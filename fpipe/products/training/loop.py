@@ -74,7 +74,6 @@ class Trained(NamedTuple):
     step: int
 
 
-@checked
 @dataclass(frozen=True)
 class Loop:
     """Train with checkpoints from which an interrupted run continues with the same bits.
