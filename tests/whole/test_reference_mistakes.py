@@ -403,10 +403,7 @@ TRAINING: Mistakes = {
         lambda: loop(batch=lambda: (X, T)),
         r"takes 0 positional arguments but 1 was given; give .*batch: Batches, steps: int",
     ),
-    "every= without path=": (
-        lambda: loop(every=10),
-        "every=10, keep=3, keep_every=0, but there is no path=, so nothing is written; give path=",
-    ),
+    "a checkpoint every 0 steps": (lambda: loop(every=0), "every=0, .*; give whole numbers"),
     "a log that is a path": (lambda: loop(log="log.jsonl"), "log='log.jsonl'.*is a function of a"),
     "elastic that is a flag": (lambda: loop(elastic=True), r"elastic=True; .*fpipe\.elastic\(\)"),
     "elastic without time": (lambda: fpipe.elastic(timeout=-1), "timeout=-1; give seconds above 0"),

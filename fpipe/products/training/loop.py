@@ -153,11 +153,6 @@ class Loop:
                 f"log={self.log!r:.200}, elastic={self.elastic!r:.200}; log= is a function of a "
                 "record, such as print, and elastic= what fpipe.elastic() returns"
             )
-        if self.path is None and (self.every, self.keep, self.keep_every) != (100, 3, 0):
-            raise CheckpointError(
-                f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}, but "
-                "there is no path=, so nothing is written; give path=, the folder of the run"
-            )
         least = {"every": 1, "keep": 1, "keep_every": 0}
         if any(
             type(vars(self)[name]) is not int or vars(self)[name] < n for name, n in least.items()
