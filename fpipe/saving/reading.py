@@ -191,7 +191,7 @@ class Reader:
                     lost.append(fault)
                 elif fault:
                     kept[key] = like
-                    warnings.warn(f"{self.folder}: skipped: {fault}", stacklevel=6)
+                    warnings.warn(f"{self.folder}: skipped: {fault}", stacklevel=8)
         if lost:
             raise CheckpointError(
                 f"{self.folder}: {and_more(lost)}; load the same model, or pass strict=False with "
