@@ -11,6 +11,7 @@
     ├── CheckpointError      files of a checkpoint, or trees to save, that do not fit
     ├── TransformError       a gradient transform whose arguments or trees do not fit
     ├── PlanError            a model, a machine or a job for which no layout can be planned
+    ├── ArgumentError        arguments that a function does not take
     └── GroupError           the processes or their devices
         ├── MismatchError    ranks that disagree about a call or about versions
         ├── PeerError        a peer that died or raised
@@ -19,16 +20,35 @@
         ├── UnsupportedError an operation that the backend cannot do and no adaptor can replace
         └── LaunchError      processes that could not be started
 
-A message names the value, the rule it broke and the remedy. This module knows nothing of the rest.
+A message names the value, the rule it broke and the remedy, in less than 1,000 characters. This
+module knows nothing of the rest.
 """
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class FpipeError(Exception):
     """The base class of all errors that fpipe raises on purpose.
 
-    >>> issubclass(ScheduleError, FpipeError)
-    True
+    A long message loses its middle, which is the text of a value.
+
+    >>> issubclass(ScheduleError, FpipeError), len(str(BatchError("x" * 5000)))
+    (True, 989)
     """
+
+    def __init__(self, message: str = ""):
+        if len(message) > 990 and not isinstance(self, LaunchError):  # has the traceback of a rank
+            message = f"{message[:600]} ... {message[-384:]}"
+        super().__init__(message)
 
 
 class ScheduleError(FpipeError, ValueError):
@@ -95,6 +115,10 @@ class PlanError(FpipeError, ValueError):
     """
 
 
+class ArgumentError(FpipeError, TypeError):
+    """Arguments that a function does not take: other names, another number or other types."""
+
+
 class GroupError(FpipeError, RuntimeError):
     """Something is wrong with the processes, their devices or what they agreed on."""
 
@@ -123,3 +147,44 @@ class UnsupportedError(GroupError):
 
 class LaunchError(GroupError):
     """Processes could not be started, or ended before they began."""
+
+
+#: Packages whose frames lie between a function of fpipe and an error about its arguments.
+_NO_USERS = {"fpipe", "torch", "optree", *sys.stdlib_module_names}
+
+
+def checked(fn: F) -> F:
+    """``fn``, where an error of Python about its arguments is an ArgumentError that names them.
+
+    An error of a function of the user's, which ``fn`` called, stays as it is.
+
+    >>> checked(len)(3)
+    Traceback (most recent call last):
+    fpipe.errors.ArgumentError: len(3) raised TypeError: object of type 'int' has no len(); give
+    (obj, /)
+    """
+
+    @wraps(fn)
+    def call(*args: object, **named: object) -> object:
+        try:
+            return fn(*args, **named)
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            at = error.__traceback__
+            while at := at and at.tb_next:
+                if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _NO_USERS:
+                    raise
+            of_tensor = "value of Tensor" in str(error)  # `if` of several numbers
+            if isinstance(error, FpipeError) or (isinstance(error, RuntimeError) and not of_tensor):
+                raise
+            name = fn.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
+            takes = str(signature(fn)).replace("'", "")
+            if "(self" in takes:
+                args, takes = args[1:], re.sub(r"self,? ?", "", takes, count=1)
+            given = [f"{value!r:.80}" for value in args]
+            given += [f"{key}={value!r:.80}" for key, value in named.items()]
+            text = re.sub(r"\s+", " ", ", ".join(given))
+            raise ArgumentError(
+                f"{name}({text:.400}) raised {type(error).__name__}: {error!s:.160}; give {takes}"
+            ) from error
+
+    return cast(F, call)

@@ -50,10 +50,8 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
     with announced(call, cache.announce) as (plans, _):
         results = run_all(call, plans)
         loss = _value(results) if value else None
-        grads: dict[int, Tree] = {}
-        for number in call.argnums:
-            grads[number] = results.param_grads() if number == 0 else results.input_grads()
-        return loss, tuple(grads[number] for number in call.argnums)
+        grads = {0: results.param_grads, 1: results.input_grads}
+        return loss, tuple(grads[number]() for number in call.argnums)
 
 
 def surrounded() -> bool:
@@ -163,6 +161,7 @@ def _value(results: Outputs) -> Tree:
     call = results.call
     # The loss is read first: it may be on its way, and messages of a rank arrive in order.
     value: list[Any] = [results.loss()]
+    value[0].__dict__.update(mistakes.LOSS)
     if call.each is not None:
         value.append(feature("each").in_order(results))
     elif call.has_aux:

@@ -77,9 +77,10 @@ class Microbatches:
         return super().__new__(cls)
 
     def __init__(self, parts: Iterable[Tree] | Absent, *late: object, **more: object):
-        if isinstance(parts, (str, Mapping)) or not isinstance(parts, Iterable):
+        if isinstance(parts, (str, Mapping, torch.Tensor)) or not isinstance(parts, Iterable):
             raise BatchError(
                 f"Microbatches takes a list with one pytree for each microbatch, not {parts!r:.80}"
+                "; such as x.chunk(8) of a tensor x"
             )
         self.parts = tuple(parts)
         if not self.parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -84,8 +84,25 @@ def check_call(has_loss: bool, has_aux: bool, each: object, scale: Any) -> None:
         )
     if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
         return
-    if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, Real)
+        or not 0 < float(scale) < float("inf")
+    ):
         raise BatchError(f"loss_scale={scale!r}; give one number above 0, or a tensor without axes")
+
+
+def no_graph(**_: object) -> None:
+    """In place of ``loss.backward``."""
+    raise StageError(
+        "loss.backward(): the loss of a pipeline has no graph, since the schedule computes the "
+        "gradients; loss, grads = fpipe.value_and_grad(pipe)(params, x, y) returns them, and "
+        "fpipe.interop.bind(modules).add_grads(grads) adds them to .grad"
+    )
+
+
+#: Attributes of the loss that a call returns. Without a state it is pickled as any tensor.
+LOSS = {"backward": no_graph, "__getstate__": dict}
 
 
 def no_loss_for(targets: Sequence[Tree]) -> BatchError:
@@ -149,12 +166,16 @@ def uncut(leaf: torch.Tensor, parts: int, name: str) -> BatchError:
     )
 
 
-def check_rows(lengths: Mapping[str, Iterable[int]]) -> None:
+def check_rows(lengths: Mapping[str, Set[int]]) -> None:
     """Raise BatchError where two batch arguments, by name, have other numbers of rows: rows that
     do not belong together would be in one microbatch.
     """
-    pairs = [(name, rows) for name, several in lengths.items() for rows in sorted(several)]
-    pairs = [(name, rows) for name, rows in pairs if rows != 1]  # such as a mask for all rows
+    pairs = [
+        (name, rows)
+        for name, several in lengths.items()
+        for rows in sorted(several)
+        if rows != 1 or not (name.startswith("side") or several > {1})  # such as a mask for all
+    ]
     first, one = pairs[0]
     for name, rows in pairs:
         if rows != one:

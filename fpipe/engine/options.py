@@ -55,6 +55,15 @@ class Option(Protocol):
         ...
 
 
+#: Options of other functions, and where they belong.
+_ELSEWHERE = {
+    "zero": "; give it to fpipe.copies, as in dp=fpipe.copies(group.dp, zero=1)",
+    "has_aux": "; give it to fpipe.value_and_grad(pipe, ...)",
+    "each": "; give it to fpipe.value_and_grad(pipe, ...)",
+    "ranks": "; give a group, as in group=fpipe.local(4)",
+}
+
+
 def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
     """The options of passes, checked; StageError for a name that no pass has.
 
@@ -68,6 +77,6 @@ def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
         if near:
             hint = f"; did you mean {near[0]!r}?"
         else:
-            hint = "; see help(fpipe.pipeline)"
+            hint = _ELSEWHERE.get(name, "; see help(fpipe.pipeline)")
         raise StageError(f"pipeline() has no option {name!r}{hint}")
     return tuple(feature(PASSES[name]).option(value) for name, value in given.items())

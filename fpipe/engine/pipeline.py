@@ -139,8 +139,7 @@ class Pipeline(PipelineBase[Y, R]):
                 value, grads = steps.captured(call, self.cache, prepare_again, arguments, _value)
             else:
                 value, grads = calls.value_and_grad(call, self.cache, _value)
-            gradients = grads[0] if single else grads
-            return value, gradients
+            return value, grads[0] if single else grads
 
         return step
 

@@ -16,7 +16,7 @@ import torch
 from .. import tree
 from ..actions.product import feature, product
 from ..collectives.group import Group
-from ..errors import StageError
+from ..errors import StageError, checked
 from ..programs.wrappers import in_mode
 from ..schedule import Placement, Schedule
 from ..tree import Tree
@@ -224,6 +224,7 @@ class PipelineBase(Generic[Y, R]):
             replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed)
         )
 
+    @checked
     def rerouted(self, without: Sequence[int]) -> Self:
         """The same pipeline without some ranks, where their stages have copies on other ranks; this
         one is unchanged.
@@ -505,6 +506,7 @@ class PipelineBase(Generic[Y, R]):
         whole: list[Any] = [None if part is None else join(s, part) for s, part in enumerate(parts)]
         return whole
 
+    @checked
     def plan(self, params: Sequence[Tree], x: Tree, /, *targets: Tree, **side: Tree) -> Plans:
         """What each rank of this process will run for these arguments, and its peak memory. Nothing
         runs.
@@ -532,6 +534,7 @@ class PipelineBase(Generic[Y, R]):
         with self.config.claim():
             return Plans(self.cache.plans_for(call).prepared, self.config.capture)
 
+    @checked
     def explain(
         self, params: Sequence[Tree], x: Tree, /, *targets: Tree, costs: Any = None, **side: Tree
     ) -> Any:

@@ -19,6 +19,8 @@ def unknown_name(name: object, known: Mapping[str, str]) -> ScheduleError:
     # a class of torch.distributed.pipelining, such as Schedule1F1B
     short = str(name).lower().removeprefix("schedule")
     remedy = f"there are {', '.join(known.values())}"
+    if short[:1] == "[":
+        remedy = "fpipe.Schedule.parse(text) makes a schedule of rows"
     close = [short] if short in known else difflib.get_close_matches(short, known, cutoff=0.5)
     if close:
         remedy = f"did you mean {' or '.join(known[near] for near in close)}?"
@@ -32,6 +34,8 @@ def no_source(source: object) -> ScheduleError:
         return refuse_name(
             f"schedule={source.__name__} is a class; give the name of a schedule, such as {name!r}"
         )
+    if callable(source):
+        return refuse_name("schedule=fpipe.auto is a function to be called; give fpipe.auto()")
     return refuse_name(
         f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, "
         "microbatches)"

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..errors import StageError
+from ..errors import StageError, checked
 from ..stage import Stage, keyword_only
 from ..tree import Tree
 from .module_function import ModuleFunction, changing_buffers, claims, refuse_hooks, tensors_of
@@ -123,6 +123,7 @@ class Bound:
                 "those of other processes"
             )
 
+    @checked
     def add_grads(self, grads: Results) -> None:
         """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the parameters.
 
@@ -202,6 +203,7 @@ def _detached(rows: ByStage) -> ByStage:
     return [None if row is None else {n: t.detach() for n, t in row.items()} for row in rows]
 
 
+@checked
 def bind(
     modules: nn.Module | Sequence[nn.Module | None],
     *,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import Pipeline, stream, tree
-from ..errors import StageError
+from ..errors import StageError, checked
 from ..stage import Stage
 from .graph_cuts import cut_forward
 from .layer_blocks import with_blocks
@@ -35,6 +35,7 @@ from .module_function import (
 ByStage: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 
 
+@checked
 def from_module(
     model: nn.Module,
     cuts: Sequence[str] = (),

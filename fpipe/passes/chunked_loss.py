@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..errors import StageError
+from ..errors import StageError, checked
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
 
+@checked
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -6,6 +6,7 @@ Loaded when there is something to explain.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -231,6 +232,8 @@ def other_parameters_error(label: str, tensor: Tensor) -> TraceError:
     )
 
 
+#: Part of Python's message about a function with other arguments.
+_ARITY = re.compile(r"TypeError: .*(positional|keyword-only) argument")
 #: Part of torch's message about a parameter that is written into.
 _IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
 
@@ -260,6 +263,8 @@ def action_error(error: Exception, ins: Instruction, rank: int) -> ActionError:
         if _CHANGED in str(error)
         else ""
     )
+    if ins.kind == "EACH" and _ARITY.search(f"TypeError: {error}"):
+        hint += "; each= is called with the microbatch's number, its output and its loss"
     if "same dtype" in str(error):
         hint += "; give both one dtype, as p.to(x.dtype) does: parameters of integers are constants"
     return ActionError(
@@ -300,6 +305,8 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
         hint = " (the last stage returned None: is a return missing?)" if nothing else ""
         if "depends on data" in text:
             hint += " A loss returns a tensor: leave out item() and float()"
+        if _ARITY.search(text):
+            hint += "; a loss is called as loss(y, *targets), with the targets of the call"
         return text.replace("stage ", "the loss ", 1) + hint
     kinds = [leaf.type for leaf in params.leaves if not isinstance(leaf, Aval)]
     module = next((kind for kind in kinds if issubclass(kind, torch.nn.Module)), None)
@@ -311,6 +318,8 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
         )
     if x.spec == _NOTHING and index:
         text += f" (stage {index - 1} returned None: is a return missing?)"
+    if _ARITY.search(text):
+        text += "; a stage is called as fn(params, x), with state and carry before x if it has them"
     if _IN_PLACE in text:
         text += " A stage must not write into its parameters: compute a new tensor, as p * 2"
     hints = (
@@ -318,7 +327,13 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
         if params.spec == _NOTHING
         else []
     )
-    hints += [f"its input is what stage {index - 1} returns"] if index else []
+    if index:
+        hints.append(f"its input is what stage {index - 1} returns")
+    elif x.spec.type in (list, tuple):
+        hints.append(
+            f"its input is a {x.spec.type.__name__}: a list of microbatches is passed as "
+            "fpipe.Microbatches([...]), and targets behind x"
+        )
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
 
 

@@ -18,7 +18,7 @@ import torch
 
 from .. import tree
 from ..engine.microbatches import Microbatches
-from ..errors import BatchError
+from ..errors import BatchError, checked
 
 #: What the pad of a leaf holds: a number, ``"restart"`` (0, 1, 2, ... from where the pad begins),
 #: ``None`` (no pad).
@@ -74,6 +74,7 @@ class Unpad:
         return outputs
 
 
+@checked
 def pad(
     microbatches: Iterable[Any],
     multiple: int = 1,

@@ -18,9 +18,11 @@ from ..devices import wide
 from ..engine.copies import Copies
 from ..engine.microbatches import Weighted
 from ..engine.parts import Parts
-from ..errors import BatchError, StageError
+from ..errors import BatchError, StageError, checked
+from ..programs.tensor_state import wrapped
 
 
+@checked
 def weighted(fn: Callable[..., Any]) -> Weighted:
     """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the
     first backward.
@@ -95,14 +97,18 @@ def count(reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[s
         raise BatchError(
             f"fpipe.weighted's function raised {type(error).__name__} for microbatch {mb}: {error}"
         ) from error
-    if isinstance(number, Real):
+    if isinstance(number, Real) and 0 <= float(number) < float("inf"):
         return torch.as_tensor(number)
-    what = repr(number)
-    if isinstance(number, Tensor):
-        if number.numel() == 1:
-            return number.detach().reshape(())
+    if not isinstance(number, Tensor):
+        what = repr(number)
+    else:
         what = f"a tensor of shape {list(number.shape)}"
+        if number.numel() == 1:
+            one = number.detach().reshape(())
+            if not one.is_cpu or wrapped(one) or one >= 0:  # a device is not waited for
+                return one
+            what = f"{one}"
     raise BatchError(
         f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one number "
-        "per microbatch, such as its count of tokens"
+        "per microbatch, 0 or more, such as its count of tokens"
     )

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import checked
 from ..stage import Elsewhere, F, Stage, check_function
 
 #: Whether the eager engine is recording a graph, in which a part under ``remat`` must be a
@@ -50,6 +51,7 @@ class Remat(_Wrapper):
             return self.fn(*args, **kwargs)
 
 
+@checked
 def remat(fn: F) -> F:
     """Recompute ``fn`` in the backward: the forward saves its inputs and its random draws only.
 
@@ -81,6 +83,7 @@ class Block(_Wrapper):
         return handler(self, args, kwargs)
 
 
+@checked
 def block(fn: F) -> F:
     """Trace ``fn`` once for all its calls with arguments of equal shapes, as for the equal layers
     of a stage.

@@ -125,7 +125,7 @@ def check_unused(
     if strict:
         raise CheckpointError(f"{message}; {remedy}, or pass strict=False")
     if is_first(pipe):
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
 
 
 def and_more(texts: Sequence[str]) -> str:

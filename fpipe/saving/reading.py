@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import tree
 from ..actions import progress
 from ..collectives.codec import Node, dtype_name, from_bytes, from_node
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checked
 from ..tree import Tree
 from ._processes import (
     AnyPath,
@@ -42,6 +42,7 @@ from .manifest import Leaf, Manifest
 from .structures import Structures, tied_parts
 
 
+@checked
 def load(
     path: AnyPath,
     pipe: Pipe,
@@ -132,10 +133,11 @@ class Reader:
         """
         trees = self.manifest.trees
         for name in wanted or ["nothing"]:
-            if name not in trees or not wanted:
+            if not wanted or not isinstance(name, str) or name not in trees:
                 existing = ", ".join(map(repr, trees))
                 raise CheckpointError(
-                    f"{self.folder} has {existing}, not {name!r}; name what to load"
+                    f"{self.folder} has {existing}, not {name!r:.200}; name what to load, as in "
+                    'fpipe.load(path, pipe, "params")'
                 )
         assert self.kept is not None  # the checks of parameters
 
@@ -189,7 +191,7 @@ class Reader:
                     lost.append(fault)
                 elif fault:
                     kept[key] = like
-                    warnings.warn(f"{self.folder}: skipped: {fault}", stacklevel=6)
+                    warnings.warn(f"{self.folder}: skipped: {fault}", stacklevel=8)
         if lost:
             raise CheckpointError(
                 f"{self.folder}: {and_more(lost)}; load the same model, or pass strict=False with "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.codec import DTYPES, dtype_name
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checked
 from ..tree import Spec, Tree, is_tensor
 from ._processes import Pipe, agree, everyone
 from .collect import merged, stage_trees
@@ -54,6 +54,7 @@ class Row(NamedTuple):
         return self.empty("meta").nbytes
 
 
+@checked
 def stream(
     pipe: Pipe,
     params: Sequence[Tree],

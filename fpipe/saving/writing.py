@@ -24,7 +24,7 @@ from typing import TypeVar
 from ..actions import progress, write_bytes
 from ..collectives.bounded import in_thread
 from ..collectives.codec import to_bytes
-from ..errors import CheckpointError
+from ..errors import CheckpointError, checked
 from ..tree import Tree
 from ._processes import AnyPath, Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Facts, Place, collect, merged
@@ -69,6 +69,7 @@ class Saving:
         agree(self.pipe, lambda: None if completed is None else completed.result())
 
 
+@checked
 def save(
     path: AnyPath,
     pipe: Pipe,
@@ -110,6 +111,8 @@ def save(
     >>> params[1], step
     ({'w': tensor([1., 1.])}, 3)
     """
+    if params is None and not more:
+        raise CheckpointError(f"save({path}) has nothing to save; give params=params, step=step")
     saving = _start(folder_of(path, pipe), pipe, params, more, wait)
     if wait:
         saving.wait()

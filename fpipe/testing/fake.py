@@ -47,6 +47,7 @@ from ..errors import (
     PeerError,
     StalledError,
     UnsupportedError,
+    checked,
 )
 from ..tree import Spec
 from .faults import Delay, Drop, Fault, Kill, Refuse
@@ -450,6 +451,7 @@ def _release(message: _Message, src: int, dst: int) -> None:
     message.buffers.clear()
 
 
+@checked
 def run(
     fn: Callable[[FakeGroup], T],
     ranks: int,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from ..tree import Tree, tree_map
 from .leaves import Column, Labels, Mask, labels_of, mask_of, places
 from .transform import (
@@ -23,6 +23,7 @@ from .transform import (
 )
 
 
+@checked
 def masked(inner: Transform, mask: Mask) -> Transform:
     """A transform of the chosen leaves; the updates of the other leaves are returned unchanged.
 
@@ -52,6 +53,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     return both_ways(lambda params: both.init(params)[0], call)
 
 
+@checked
 def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
     """A transform for each label; the state is the tuple of the transforms' states, in their order.
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, board_device, check_whole, copies_of
 from .leaves import count, map_kinds, places, scaled
@@ -64,6 +64,7 @@ def all_finite(tree: Updates, over: Over | None = None) -> bool:
     return bad.item() == 0
 
 
+@checked
 def skip_nonfinite(*, over: Over | None = None) -> Transform:
     """Leave a step out, on all ranks together, if a gradient of any stage is not finite.
 
@@ -94,6 +95,7 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     return Transform(lambda params: SkipState(count(), count()), update)
 
 
+@checked
 def dynamic_loss_scale(
     init_scale: float = 2.0**16,
     *,

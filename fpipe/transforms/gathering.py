@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 
 from ..collectives.group import Group, as_group
+from ..errors import checked
 from .leaves import map_kinds
 from .transform import Transform, on_leaves
 
 
+@checked
 def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     """The mean over the processes of a group, such as the data-parallel replicas of a stage.
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 
 LearningRate = Callable[[int], float]
 
 
+@checked
 def warmup_constant(peak: float, *, warmup: int) -> LearningRate:
     """A linear rise to ``peak``, which step ``warmup`` is the first to have; then ``peak``.
 
@@ -36,6 +37,7 @@ def warmup_constant(peak: float, *, warmup: int) -> LearningRate:
     return _after_warmup(peak, warmup, warmup + 1, lambda done: 1.0)
 
 
+@checked
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> LearningRate:
     """A linear rise to ``peak``, then half a cosine down to ``end``, which step ``steps`` is the
     first to have.
@@ -59,6 +61,7 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     return _after_warmup(peak, warmup, steps, lambda done: (1 + math.cos(math.pi * done)) / 2, end)
 
 
+@checked
 def warmup_linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> LearningRate:
     """A linear rise to ``peak``, then a linear fall to ``end``.
 
@@ -81,6 +84,7 @@ def warmup_linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
     return _after_warmup(peak, warmup, steps, lambda done: 1 - done, end)
 
 
+@checked
 def warmup_stable_decay(
     peak: float,
     *,

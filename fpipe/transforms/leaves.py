@@ -58,6 +58,12 @@ class Places(NamedTuple):
                 f"{', '.join(self.names(missing))}; pass the trees of one pipeline, each with one "
                 "entry per stage"
             )
+        for index, (leaf, mine) in enumerate(zip(column, self.leaves, strict=True)):
+            if getattr(leaf, "shape", None) not in (None, getattr(mine, "shape", None)):
+                raise TransformError(
+                    f"{what} has shape {list(leaf.shape)} at {self.names([index])[0]!r}, and the "
+                    f"gradient {list(mine.shape)}; pass the gradients of these parameters"
+                )
         return column
 
     def column(self, other: Tree, what: str) -> Column:

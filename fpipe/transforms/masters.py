@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..devices import wide
+from ..errors import checked
 from ..tree import tree_map
 from .leaves import Column, scaled
 from .transform import Params, Pass, State, Transform, added, one_pass, run, weights_of
@@ -30,6 +31,7 @@ class MasterState(NamedTuple):
     inner: State
 
 
+@checked
 def master(inner: Transform, *, donate: bool = False) -> Transform:
     """Run a transform on float32 copies of bfloat16 and float16 parameters.
 

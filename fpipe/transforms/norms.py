@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..collectives.group import Group
 from ..devices import wide
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from ..tree import Tree, matches, names, unmatched
 from . import foreach as F
 from .boards import (
@@ -110,6 +110,7 @@ def _by_rows(flat: Tensor, p: float) -> Tensor:
     return torch.linalg.vector_norm(flat, p, dtype=dtype)
 
 
+@checked
 def global_norm(
     tree: Tree,
     *,
@@ -203,6 +204,7 @@ def _checked(over: Over | None, p: float) -> Over | None:
     return as_over(over)
 
 
+@checked
 def clip_by_global_norm(
     max_norm: float,
     *,

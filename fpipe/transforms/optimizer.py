@@ -98,7 +98,8 @@ def optimizer(
         donate: whether the arithmetic writes the new moments into the memory of the old ones.
         kernel: see :data:`Kernel`.
     """
-    if not callable(lr) and (isinstance(lr, (bool, str)) or not hasattr(lr, "__float__")):
+    one = hasattr(lr, "__float__") and not getattr(lr, "ndim", 0)
+    if not callable(lr) and (isinstance(lr, (bool, str)) or not one):
         raise TransformError(f"lr={lr!r} of {name}; give a number, or a function of the step")
     if isinstance(lr, (int, float)) and not 0 <= lr < math.inf:
         raise TransformError(

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from . import foreach as F
 from .leaves import Mask
 from .optimizer import Arithmetic, Kernel, Rate, optimizer
@@ -44,6 +44,7 @@ class SgdState(NamedTuple):
     momentum: Updates = None
 
 
+@checked
 def sgd(
     lr: Rate,
     momentum: float = 0.0,
@@ -80,7 +81,7 @@ def sgd(
             f"nesterov with momentum={momentum} and dampening={dampening}; it needs momentum > 0 "
             "and no dampening"
         )
-    if momentum < 0 or weight_decay < 0:
+    if not (momentum >= 0 and weight_decay >= 0):
         raise TransformError(
             f"momentum={momentum}, weight_decay={weight_decay}; sgd needs both to be 0 at least"
         )
@@ -121,6 +122,7 @@ class AdamState(NamedTuple):
     v: Updates
 
 
+@checked
 def adamw(
     lr: Rate,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -160,7 +162,7 @@ def adamw(
     >>> updates, state.step.item()
     ([{'w': tensor([-0.1000, -0.1000])}, None], 1)
     """
-    if not all(0 <= beta < 1 for beta in betas) or eps < 0 or weight_decay < 0:
+    if not all(0 <= beta < 1 for beta in betas) or not (eps >= 0 and weight_decay >= 0):
         raise TransformError(
             f"betas={betas}, eps={eps}, weight_decay={weight_decay}; "
             f"adamw needs betas in [0, 1), eps >= 0 and weight_decay >= 0"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, copies_of
 from .leaves import count, map_kinds, scaled
@@ -30,6 +30,7 @@ class StepState(NamedTuple):
     step: Tensor
 
 
+@checked
 def scale(factor: float | Tensor) -> Transform:
     """Multiply by a factor, which may be a tensor that requires a gradient.
 
@@ -51,6 +52,7 @@ def scale(factor: float | Tensor) -> Transform:
     return replace(made, name=f"fpipe.scale({shown(factor)})")
 
 
+@checked
 def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
     """Multiply by a function of the step.
 
@@ -73,6 +75,7 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
     return leafwise(lambda params: StepState(count()), step)
 
 
+@checked
 def cast(dtype: torch.dtype) -> Transform:
     """Convert to another dtype, for instance gradients to float32 before they are summed or
     squared.
@@ -89,6 +92,7 @@ def cast(dtype: torch.dtype) -> Transform:
     return on_leaves(lambda leaves: F.cast(leaves, dtype))
 
 
+@checked
 def add_noise(
     eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | None = None
 ) -> Transform:
@@ -117,7 +121,7 @@ def add_noise(
     >>> torch.equal(first[0], again[0]), first[0].abs().max().item() > 0
     (True, True)
     """
-    if eta < 0:
+    if not eta >= 0:
         raise TransformError(f"eta={eta}; a variance is 0 at least")
     copies, differing = copies_of(as_over(over))
     tied = {name: group[0] for group in getattr(over, "tied", ()) for name in group}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from ..tree import Tree, is_floating, tree_map
 from .leaves import Column
 from .transform import Transform, leafwise, weights_of
@@ -26,6 +26,7 @@ class TorchState(NamedTuple):
     memory: Tree
 
 
+@checked
 def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: object) -> Transform:
     """A transform from a torch optimizer class and its options.
 

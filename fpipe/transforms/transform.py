@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, checked
 from ..tree import Tree
 from . import foreach as F
 from .leaves import Column, Places, map_kinds, places, recording, scaled
@@ -91,10 +91,15 @@ class Transform:
     rate: Callable[[State], float] | None = None
     name: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        for name in ("init", "update"):
+            object.__setattr__(self, name, checked(getattr(self, name)))
+
     def __repr__(self) -> str:
         """The call that made it, where that is known."""
         return self.name or f"<a transform of {getattr(self.update, '__module__', 'fpipe')}>"
 
+    @checked
     def step(
         self,
         grads: Updates,
@@ -233,6 +238,7 @@ def identity() -> Transform:
     return Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
 
 
+@checked
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after another; the state is the tuple of their states.
 
@@ -308,6 +314,7 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}, {text[:40]}..."
 
 
+@checked
 def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
     """``params + updates``, each sum in its parameter's dtype; where the update is None, the
     parameter itself.

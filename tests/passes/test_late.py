@@ -522,7 +522,7 @@ def test_an_iterator_that_fails_in_one_copy():
 def test_weights_that_cannot_be_counted():
     def run(group):
         params, batch = drawn()
-        reduction = fpipe.weighted(lambda t: t if t.sum() > 90 else t.sum())
+        reduction = fpipe.weighted(lambda t: t if t.sum() > 90 else t.square().sum())
         pipe = fpipe.pipeline([layer] * 4, loss=squared, reduction=reduction, group=group)
         t = [*batch["t"][:5], torch.full((2, 4), 90.0), *batch["t"][6:]]
         x, t = fpipe.Microbatches(batch["x"]), fpipe.Microbatches(iter(t), COUNT)

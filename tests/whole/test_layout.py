@@ -304,7 +304,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 314_300
+    assert tokens <= 315_300
     assert tokens / lines <= 9.06
     assert PACKAGE.total("anys") <= 489
 
@@ -333,7 +333,7 @@ def test_the_core_does_not_grow():
         if module.entry in CORE
         and not name.startswith(("collectives.shared_memory", "collectives.launchers"))
     ]
-    assert sum(core) <= 109_350
+    assert sum(core) <= 109_850
 
 
 def test_no_regression():

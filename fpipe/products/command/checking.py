@@ -59,7 +59,9 @@ def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]
         schedule = options.read_file(Path(file))
         if ranks is not None and schedule.ranks != ranks:
             raise ScheduleError(
-                f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks"
+                f"the schedule has {schedule.ranks} ranks, not {ranks}; give --ranks "
+                f"{schedule.ranks}, or another file",
+                rule="ranks",
             )
         options.check(schedule, training=not forward_only)
     except ScheduleError as error:

@@ -143,7 +143,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return PIPE
     except OSError as error:
         what = error.filename or "input or output"
-        return report_error(f"{what}: {error.strerror or error}", USAGE)
+        return report_error(f"{what}: {error.strerror or error}; give another path", USAGE)
     except Exception as error:
         missing = (getattr(error, "name", None) or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and missing != "fpipe":

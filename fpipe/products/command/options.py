@@ -187,7 +187,7 @@ def read_file(path: Path) -> Schedule:
     if str(path) == "-":
         return schedule_in(sys.stdin.read(), "standard input")
     if not path.is_file():
-        raise usage_error(f"there is no file {str(path)!r}")
+        raise usage_error(f"there is no file {str(path)!r}; give the path of a CSV or of text")
     with progress(f"reading {path}") as track:
         return read_schedule(path, track)
 

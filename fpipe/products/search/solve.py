@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from ... import Costs, Placement, Schedule, Timeline
 from ...actions import as_costs, progress as progress_line
-from ...errors import ScheduleError
+from ...errors import ScheduleError, checked
 from .bounds import Bound, lower_bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST, Problem
@@ -69,6 +69,7 @@ class Solved(Schedule):
         return inf
 
 
+@checked
 def solve(
     costs: Costs,
     ranks: int,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...collectives import Group
-from ...errors import GroupError
+from ...errors import GroupError, checked
 from ...tree import Tree
 from .outcome import store
 from .peers import PROMPT, Peers
@@ -55,6 +55,7 @@ class Elastic:
     timeout: float
 
 
+@checked
 def elastic(*, timeout: float = 60.0) -> Elastic | None:
     """The copy of which this process is part, by the environment variables of torchft, which
     ``fpipe copies`` sets.
@@ -72,6 +73,8 @@ def elastic(*, timeout: float = 60.0) -> Elastic | None:
     >>> print(elastic())
     None
     """
+    if not timeout > 0:
+        raise GroupError(f"timeout={timeout!r}; give seconds above 0")
     lighthouse = os.environ.get(LIGHTHOUSE)
     if lighthouse is None:
         return None

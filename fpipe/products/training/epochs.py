@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ...collectives import Group
-from ...errors import BatchError
+from ...errors import BatchError, checked
 
 
 class Epochs:
@@ -40,6 +40,7 @@ class Epochs:
     True
     """
 
+    @checked
     def __init__(
         self,
         data: Dataset[object],

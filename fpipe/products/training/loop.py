@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from numbers import Real
+from math import inf
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -33,6 +34,7 @@ from ...errors import (
     StageError,
     TransformError,
     UnsupportedError,
+    checked,
 )
 from ...saving import Saving, groups_of, load, save
 from ...transforms import LossScaleState
@@ -143,6 +145,13 @@ class Loop:
             raise UnsupportedError(
                 "Loop takes dp= and tp= of the pipeline or elastic=, not both; leave one of them "
                 "out"
+            )
+        if not isinstance(self.elastic, Elastic | None) or not (
+            self.log is None or callable(self.log)
+        ):
+            raise CheckpointError(
+                f"log={self.log!r:.200}, elastic={self.elastic!r:.200}; log= is a function of a "
+                "record, such as print, and elastic= what fpipe.elastic() returns"
             )
         least = {"every": 1, "keep": 1, "keep_every": 0}
         if any(
@@ -258,6 +267,7 @@ class Loop:
         return Trained(params, state, step)
 
     # ---- training ----
+    @checked
     def run(self, params: Sequence[Tree], batch: Batches, steps: int) -> Trained:
         """Train until ``steps`` steps are done, in this run and those that it continues; every
         process calls it.
@@ -299,7 +309,7 @@ class Loop:
             raise UnsupportedError(
                 "with elastic=, data must depend on the step and the copy alone; give a function"
             )
-        if not isinstance(steps, Real) or not steps >= 0:
+        if not (isinstance(steps, Integral) or steps == inf) or steps < 0:
             raise BatchError(f"steps={steps!r}; give the number of steps in all, 0 or more")
         with _signalled() as signals:
             now = self._load(params, batch)
