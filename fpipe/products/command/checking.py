@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ...actions import progress, write_bytes
+from ...actions import counted, progress
 from ...errors import ScheduleError
 from ...generators import about_schedule
 from .. import pictures
@@ -105,9 +105,10 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 )
 @option(
     "-o --out FILE",
-    "Draw bubble against memory: .svg, .png, .pdf.",
-    type=options.ending_in(".svg", ".png", ".pdf"),
+    "Draw bubble against memory: .svg, .png, .pdf, .html.",
+    type=options.ending_in(".svg", ".png", ".pdf", ".html"),
 )
+@options.look_options
 @json_option
 def compare(
     ranks: int | None,
@@ -119,6 +120,7 @@ def compare(
     only: tuple[str, ...],
     out: str | None,
     as_json: bool,
+    look: pictures.Look,
 ) -> None:
     """Compare all schedules: bubble, time, memory, messages.
 
@@ -152,8 +154,8 @@ def compare(
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
     chosen = comparison.take(entries, memory or inf)
     if out is not None:
-        picture = pictures.frontier(comparison.points(entries), Path(out).suffix.lower())
-        write_bytes(out, picture)
+        title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}"
+        pictures.frontier(list(comparison.points(entries)), out, look, title, memory)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         taken = chosen and chosen.name

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _PAINTERS: dict[str, Callable[[Scenes, Look], str | bytes]] = {
     ".svg": svg.paint,
-    ".png": lambda scenes, look: _plotting().paint(scenes, look, ".png"),
-    ".pdf": lambda scenes, look: _plotting().paint(scenes, look, ".pdf"),
+    ".png": lambda scenes, look: _figures().paint(scenes, look, ".png"),
+    ".pdf": lambda scenes, look: _figures().paint(scenes, look, ".pdf"),
     ".html": html.paint,
     ".json": trace.paint,
     ".txt": lambda scenes, look: terminal.paint(scenes),
@@ -80,7 +80,7 @@ def plot(
         FpipeError: if matplotlib is not installed, or no style has this name.
     """
     look = look or Look()
-    return _plotting().plot(scenes(timeline, look.difference), look, style, ax)
+    return _figures().plot(scenes(timeline, look.difference), look, style, ax)
 
 
 def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = None) -> None:
@@ -123,17 +123,26 @@ def write(
         ) from error
 
 
-def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> bytes:
-    """A ``.png`` or ``.pdf`` of bubble against memory.
+def frontier(
+    points: Sequence[tuple[str, float, float, bool]],
+    path: str | PathLike[str],
+    look: Look,
+    title: str,
+    limit: float | None = None,
+) -> None:
+    """Write bubble against memory as ``.svg``, ``.png``, ``.pdf`` or ``.html``.
 
-    A point is a name, a memory, a bubble, and whether no other one has less of both.
+    A point is a name, a memory, a bubble, and whether no other one has less of one and not more of
+    the other. ``limit`` is what a rank may hold.
     """
-    return _plotting().frontier(points, suffix)
+    paint = _figures("scatter").paint
+    kinds = (".svg", ".png", ".pdf", ".html")
+    write("picture", path, {s: lambda s=s: paint(points, look, s, title, limit) for s in kinds})
 
 
-def _plotting() -> ModuleType:
+def _figures(module: str = "plotting") -> ModuleType:
     try:
-        return import_module(".plotting", __package__)
+        return import_module(f".{module}", __package__)
     except ImportError as error:
         raise FpipeError(
             "figures, .png and .pdf need matplotlib: pip install fpipe[pictures], or write .svg"

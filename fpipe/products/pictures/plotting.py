@@ -9,7 +9,6 @@ imported when it is needed.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from io import BytesIO
@@ -22,8 +21,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import PercentFormatter
-from matplotlib.transforms import Affine2D
+from matplotlib.transforms import Affine2D, Bbox
 
 from ...errors import FpipeError
 from . import labels
@@ -47,7 +45,7 @@ def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     return figure_bytes(figure, suffix)
 
 
-def figure_bytes(figure: Figure, suffix: str) -> bytes:
+def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") -> bytes:
     """A figure as a file, the same bytes each time; a PDF contains its fonts."""
     file = BytesIO()
     dates = {".pdf": "CreationDate", ".svg": "Date"}
@@ -56,7 +54,7 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
         figure.savefig(
             file,
             format=suffix[1:],
-            bbox_inches="tight",
+            bbox_inches=box,
             pad_inches=0.15,
             dpi=192,
             metadata=undated,
@@ -218,35 +216,3 @@ def _legend(
         labelcolor=colours["ink"],
         handler_map={tuple: HandlerTuple(None, pad=0)},
     )
-
-
-# ---- bubble against memory ----
-def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> bytes:
-    """A ``.svg``, ``.png`` or ``.pdf`` of bubble against memory.
-
-    A point is a name, a memory, a bubble, and whether no other one has less of both.
-    """
-    names: defaultdict[tuple[float, float, bool], list[str]] = defaultdict(list)
-    for name, memory, bubble, is_best in points:
-        names[bubble, memory, is_best].append(name)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    colours = palette(1)
-    best = sorted((memory, bubble) for bubble, memory, is_best in names if is_best)
-    axes.plot(*zip(*best, strict=True), color=colours["curve"], lw=1)
-    for k, (bubble, memory, is_best) in enumerate(sorted(names)):
-        colour = colours["ink" if is_best else "faint"]
-        axes.plot(memory, bubble, "o", color=colour, ms=4)
-        axes.annotate(
-            ", ".join(names[bubble, memory, is_best]),
-            (memory, bubble),
-            (4, -9 if k % 2 else 3),  # neighbours of one height are not over one another
-            textcoords="offset points",
-            fontsize=7,
-            color=colour,
-        )
-    axes.set_title("bubble against memory", loc="left")
-    axes.set(xlabel="memory that a rank holds", ylabel="bubble")
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure_bytes(figure, suffix)

@@ -48,13 +48,15 @@ class Look:
     they end than there.
 
     ``dark`` is None for a picture that follows its reader, or light where a format cannot.
-    ``width`` is in pixels; by default it follows from the length of the timeline.
+    ``width`` is in pixels; by default it follows from the length of the timeline. ``paper`` is for
+    the column of a paper: no header, and letters of 7 points or more.
     """
 
     memory: bool = True
     difference: bool = False
     dark: bool | None = None
     width: float | None = None
+    paper: bool = False
 
 
 class Gap(NamedTuple):

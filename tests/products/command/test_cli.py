@@ -406,6 +406,7 @@ METAVARS = {
     "HOST:PORT",
     "ARGUMENT",
     "RATE",
+    "WIDTH",
     "PERCENT",
     "N,N",
 }
@@ -498,8 +499,13 @@ def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_p
     assert "take VHalf: bubble 9.43%, span 26.5, holds 3" in out
     drawn = ElementTree.parse(picture).getroot()
     labels = [label.text or "" for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "VMin" in labels and "bubble against memory" in labels
-    for name, start in (("frontier.png", b"\x89PNG"), ("frontier.pdf", b"%PDF")):
+    assert "VMin" in labels and "Bubble against memory: 4 ranks, 8 microbatches" in labels
+    assert " a rank may hold 3" in labels
+    for name, start in (
+        ("frontier.png", b"\x89PNG"),
+        ("frontier.pdf", b"%PDF"),
+        ("a.html", b"<!doc"),
+    ):
         printed(capsys, "compare", "-p", "4", "-m", "8", "--out", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(start)
     found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
