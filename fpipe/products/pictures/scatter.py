@@ -14,8 +14,9 @@ from typing import TypeAlias
 from matplotlib import RcParams, rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from matplotlib.transforms import Bbox, BboxBase
+from matplotlib.transforms import BboxBase
 from numpy import array
+from numpy.typing import ArrayLike
 
 from ...actions import number
 from .colours import THEME, palette
@@ -115,8 +116,8 @@ def _draw(
         axes.plot(*place, "o", color=colours["faint" if other else "curve"], ms=5)
     figure.draw_without_rendering()  # places in pixels follow from the layout
     pixels = axes.transData
-    taken = [Bbox(ends).padded(2).extents for ends in pairwise(pixels.transform(corners))]
-    taken += [Bbox([pixels.transform(place)] * 2).padded(5).extents for _, place in names]
+    taken = [_around(ends, 2) for ends in pairwise(pixels.transform(corners))]
+    taken += [_around(pixels.transform([place]), 5) for _, place in names]
     ground = {"facecolor": colours["paper"], "linewidth": 0, "pad": 0.5}
     drawn: list[Box] = [(0.0, 0.0, 0.0, 0.0)]
     if limit:
@@ -124,16 +125,13 @@ def _draw(
         what = f" a rank may hold {number(limit / scale)}"
         text = axes.text(limit / scale, top, what, va="top", color=colours["mark"])
         line = pixels.transform([(limit / scale, 0), (limit / scale, top)])
-        taken += [Bbox(line).padded(2).extents, text.get_window_extent().extents]
-    for (other, place), group in sorted(
-        names.items(), key=lambda item: (item[0][0], -item[0][1][0])
-    ):
+        taken += [_around(line, 2), _around(text.get_window_extent().get_points(), 0)]
+    for (other, place), group in sorted(names.items(), key=_from_right):
         colour = colours["faint" if other else "ink"]
         label = _wrapped(", ".join(group), width / 4)
         text = axes.text(*place, label, ha="center", va="center", color=colour)
-        found = _beside(
-            (*pixels.transform(place),), text.get_window_extent(), axes.bbox, taken, drawn
-        )
+        at, size = (*pixels.transform(place),), text.get_window_extent()
+        found = _beside(at, size, axes.bbox, taken, drawn)
         drawn += found
         taken += found
         middle = pixels.inverted().transform(array(found[0]).reshape(2, 2).mean(0))
@@ -164,6 +162,15 @@ def _beside(
         if not over:
             break
     return min(found, key=itemgetter(0))[1]
+
+
+def _from_right(named: tuple[tuple[bool, Place], object]) -> tuple[bool, float]:
+    (other, (x, _)), _ = named
+    return other, -x
+
+
+def _around(points: ArrayLike, pad: float) -> Box:
+    return (*(array(points).min(0) - pad), *(array(points).max(0) + pad))
 
 
 def _overlaps(boxes: Sequence[Box], others: Sequence[Box]) -> int:
