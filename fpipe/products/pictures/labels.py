@@ -189,21 +189,12 @@ def tints(scene: Scene) -> Iterator[Entry]:
     """The colours of a scene that is compared with another one."""
     if not scene.against:
         return
-    used = {bar.colours[0] for bar in scene.bars}
-    shifts = [bar.shift for bar in scene.bars if bar.shift is not None]
-    earlier = -min(shifts, default=0.0)
-    later = max(shifts, default=0.0)
+    most = time(scene.most, scene)
     other = scene.against.name
-    meanings = {
-        "0123": f"ends earlier than in {other}, by up to {time(earlier, scene)}",
-        "4": f"as in {other}",
-        "5678": f"later, by up to {time(later, scene)}",
-        "9": f"not in {other}",
-    }
-    for digits, text in meanings.items():
-        colours = tuple(f"t{digit}" for digit in digits)
-        if used & set(colours):
-            yield colours, text
+    ramp = tuple(f"t{k}" for k in range(9))
+    yield ramp, f"ends {most} earlier than in {other}, as there, {most} later"
+    if any(bar.shift is None for bar in scene.bars):
+        yield ("t9",), f"not in {other}"
 
 
 def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
