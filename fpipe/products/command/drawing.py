@@ -47,6 +47,7 @@ from .options import option
     "--difference",
     "Colour actions by how much earlier or later they end than in the first schedule.",
 )
+@option("--full", "All of a long steady state, of which still pictures leave the middle out.")
 @option("--color/--no-color", "Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...],
@@ -59,6 +60,7 @@ def draw(
     out: tuple[str, ...],
     memory: bool,
     difference: bool,
+    full: bool,
     color: bool | None,
     look: pictures.Look,
 ) -> None:
@@ -89,7 +91,7 @@ def draw(
         by_stage = per == "stage" or (alone and price.counts)
         with options.as_usage_error():  # costs for another number of stages
             drawn.append(schedule.simulate(price if by_stage else per_share(price, schedule)))
-    shown = replace(look, memory=memory, difference=difference)
+    shown = replace(look, memory=memory, difference=difference, full=full)
     with progress("drawing"):
         for path in out:
             pictures.save(drawn, path, shown)

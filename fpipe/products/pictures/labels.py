@@ -110,6 +110,14 @@ def notes(scene: Scene) -> list[str]:
     return lines
 
 
+def left_out(scene: Scene) -> Iterator[str]:
+    """What is not drawn."""
+    if fold := scene.fold:
+        count = counted(fold.microbatches, "microbatch")
+        times = f"{number(fold.start)} to {time(fold.end, scene)}"
+        yield f"Not drawn: {count} of the steady state, from {times}; --full draws all."
+
+
 def units(scene: Scene) -> str:
     """What the numbers are: the units of time and memory, or what a stage takes of those of the
     cost model.

@@ -17,15 +17,22 @@ from typing import TYPE_CHECKING
 from ...actions import write_bytes
 from ...errors import FpipeError
 from . import html, svg, terminal, trace
+from .fold import shortened
 from .scene import Look, Scenes, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
+def _still(scenes: Scenes, look: Look) -> Scenes:
+    """What a still picture shows: of a single long schedule, a part of its steady state."""
+    return scenes if look.full or len(scenes) > 1 else [shortened(scenes[0])]
+
+
 _PAINTERS: dict[str, Callable[[Scenes, Look], str | bytes]] = {
-    ".svg": svg.paint,
-    ".png": lambda scenes, look: _figures().paint(scenes, look, ".png"),
-    ".pdf": lambda scenes, look: _figures().paint(scenes, look, ".pdf"),
+    ".svg": lambda scenes, look: svg.paint(_still(scenes, look), look),
+    ".png": lambda scenes, look: _figures().paint(_still(scenes, look), look, ".png"),
+    ".pdf": lambda scenes, look: _figures().paint(_still(scenes, look), look, ".pdf"),
     ".html": html.paint,
     ".json": trace.paint,
     ".txt": lambda scenes, look: terminal.paint(scenes),
@@ -167,7 +174,7 @@ def _colours() -> str:
 # ---- pieces of HTML for notebooks ----
 def figure(timeline: Timelines) -> str:
     """A picture that scrolls sideways where the page is narrower."""
-    drawing = svg.paint(scenes(timeline), Look(), inline=True)
+    drawing = svg.paint(_still(scenes(timeline), Look()), Look(), inline=True)
     return f'<div style="overflow-x:auto">{drawing}</div>'
 
 

@@ -103,7 +103,9 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     y = 0.0
     for scene in scenes:
         lines = [*wrapped(labels.title(scene), 13, width)]
-        lines += wrapped(labels.figures(scene), 13, width) if style != "paper" else []
+        if style != "paper":
+            for note in (labels.figures(scene), *labels.left_out(scene)):
+                lines += wrapped(note, 13, width)
         axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=9)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
@@ -117,6 +119,10 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
         facecolor=colours["paper"],
         axisbelow=True,
     )
+    step = labels.step_of(70 / f.scale)
+    times = [k * step for k in range(int(scenes[0].total / step + 1e-9) + 1)]
+    times = [time for time in times if not scenes[0].is_hidden(time)]
+    axes.set_xticks(list(map(scenes[0].place, times)), list(map(labels.number, times)))
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(length=0, labelsize=8, colors=colours["ink"])
     axes.xaxis.label.set(color=colours["ink"], fontsize=8)
@@ -133,7 +139,7 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
     """
 
     def place(time: float, height: float) -> tuple[float, float]:
-        return time, y + height / f.pitch
+        return scene.place(time), y + height / f.pitch
 
     boxes: list[Rect] = []
     names: list[Label] = []

@@ -57,6 +57,7 @@ class Look:
     dark: bool | None = None
     width: float | None = None
     paper: bool = False
+    full: bool = False  # the whole steady state, however long
 
 
 class Gap(NamedTuple):
@@ -79,6 +80,20 @@ class Bar(NamedTuple):
     shift: float | None = None  # how much later it ends than there
 
 
+class Fold(NamedTuple):
+    """A time that is not drawn, in which all ranks do the same again and again."""
+
+    start: float
+    end: float
+    microbatches: int  # how many are not drawn
+    gap: float  # the time whose space is left for it
+
+    def place(self, time: float) -> float:
+        """Where a time is drawn."""
+        left_out = min(max(time - self.start, 0.0), self.end - self.start)
+        return time - left_out * (1 - self.gap / (self.end - self.start))
+
+
 class Lane(NamedTuple):
     """A rank: its bars in order, its idle times, and its figures."""
 
@@ -97,6 +112,7 @@ class Scene:
     lanes: tuple[Lane, ...]
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
     against: Scene | None = None  # what it is compared with
+    fold: Fold | None = None
     most: float = 0.0  # the greatest shift of all that are compared with that
 
     @property
@@ -113,6 +129,19 @@ class Scene:
     def span(self) -> float:
         """The longest time between a rank's first start and its last end."""
         return self.timeline.span
+
+    @property
+    def length(self) -> float:
+        """Where the last end is drawn."""
+        return self.place(self.total)
+
+    def place(self, time: float) -> float:
+        """Where a time is drawn."""
+        return self.fold.place(time) if self.fold else time
+
+    def is_hidden(self, time: float) -> bool:
+        """Whether a time is not drawn."""
+        return bool(self.fold and self.fold.start < time < self.fold.end)
 
     @property
     def microbatches(self) -> int:

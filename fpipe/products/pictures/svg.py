@@ -37,9 +37,9 @@ class _Sheet(NamedTuple):
     width: float  # of the lanes
     right: float  # of the page
 
-    def x(self, time: float) -> float:
+    def x(self, time: float, scene: Scene) -> float:
         """Where a time is."""
-        return self.left + time * self.frame.scale
+        return self.left + scene.place(time) * self.frame.scale
 
 
 def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
@@ -70,14 +70,15 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     y: float = EDGE
     for scene in scenes:
         lines = [(labels.title(scene), 17, 20, "ink b")]
-        lines += [(note, 12.5, 17, "faint") for note in labels.notes(scene)]
+        notes = [*labels.notes(scene), *labels.left_out(scene)]
+        lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
             for line in wrapped(content, size, sheet.right - sheet.margin - 12):
                 elements.append(text(sheet.margin, y + 14, line, size, kind))
                 y += height
         y += 30
         elements += _axis(end, scene, sheet, y)
-        elements += (_element(shape, sheet, y) for shape in shapes(scene, sheet.frame))
+        elements += (_element(shape, scene, sheet, y) for shape in shapes(scene, sheet.frame))
         y += len(scene.lanes) * sheet.frame.pitch - GAP + 22
     legend, y = _legend(scenes, look, sheet, y)
     return elements + legend, y + EDGE - 8
@@ -105,7 +106,9 @@ def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
     step = labels.step_of((45 if sheet.short else 70) / f.scale)
     height = len(scene.lanes) * f.pitch - GAP + 10
     for tick in range(int(end / step + 1e-9) + 1):
-        x = sheet.x(tick * step)
+        x = sheet.x(tick * step, scene)
+        if scene.is_hidden(tick * step):
+            continue
         label = labels.number(tick * step) if tick else labels.time(0, scene)
         yield rect(x - 0.5, y - 5, 1, height, "line")
         yield text(x, y - 9, label, 10.5, "faint m")
@@ -118,19 +121,19 @@ def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
             yield text(sheet.left + sheet.width + 10, foot, figures, 11, "faint")
 
 
-def _element(shape: Shape, sheet: _Sheet, y: float) -> str:
+def _element(shape: Shape, scene: Scene, sheet: _Sheet, y: float) -> str:
     if isinstance(shape, Rect):
-        x = sheet.x(shape.start) + shape.inset
-        wide = (shape.end - shape.start) * sheet.frame.scale - 2 * shape.inset
+        x = sheet.x(shape.start, scene) + shape.inset
+        wide = sheet.x(shape.end, scene) - x - shape.inset
         return rect(x, y + shape.y, wide, shape.height, shape.colour, shape.hint)
     if isinstance(shape, Label):
         foot = y + shape.y + 0.36 * shape.size
         kind = f"{shape.colour}t m"
-        return text(sheet.x(shape.time), foot, shape.text, shape.size, kind, shape.space)
+        return text(sheet.x(shape.time, scene), foot, shape.text, shape.size, kind, shape.space)
     outline = ""
     last = None
     for time, height in shape.points:
-        x = sheet.x(time)
+        x = sheet.x(time, scene)
         foot = y + height
         if last is None:
             outline = f"M{x:g} {foot:g}"
