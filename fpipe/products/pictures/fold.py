@@ -7,21 +7,23 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
-from .scene import Bar, Fold, Scene
+from .scene import Bar, Fold, Look, Scenes
+from .shapes import LEAST_CELL
 
 MOST_CELLS = 150  # short bars side by side whose names can be read
 KEPT = 2  # periods that stay on either side
 FEWEST = 4  # periods that are left out
 
 
-def shortened(scene: Scene) -> Scene:
-    """The scene without the middle of its steady state, if it is too long to be read and is exactly
-    periodic there.
+def shortened(scenes: Scenes, look: Look) -> Scenes:
+    """A single scene without the middle of its steady state, if it is too long to be read and is
+    exactly periodic there. Several scenes have one axis, and stay whole.
 
     A period is a time after which all ranks do the same for later microbatches.
     """
-    if scene.total <= MOST_CELLS * scene.cell:
-        return scene
+    scene = scenes[0]
+    if look.full or len(scenes) > 1 or scene.total <= MOST_CELLS * scene.cell:
+        return scenes
     starts = {key: bar.start for bar in scene.bars for key in [_key(bar, 0)]}
     for later in range(1, min(2 * len(scene.lanes), scene.microbatches // 4) + 1):
         shifts = [
@@ -42,8 +44,11 @@ def shortened(scene: Scene) -> Scene:
         if count >= FEWEST:
             start = begin + (KEPT + 0.5) * period
             hidden = Fold(start, start + count * period, count * later, 2 * scene.cell)
-            return replace(scene, fold=hidden)
-    return scene
+            short = replace(scene, fold=hidden)
+            if look.width and look.width * scene.cell < LEAST_CELL * short.length:
+                return scenes  # too narrow for actions: shares of the time are drawn
+            return [short]
+    return scenes
 
 
 def _key(bar: Bar, later: int) -> tuple[object, ...]:

@@ -211,7 +211,7 @@ def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
     shades = 1 if dense else max(scene.shades for scene in plain)
     yield from kinds(plain, shades)
     if shades > 1:
-        yield (), "paler: a rank's other stages"
+        yield (), "paler: other stages"
     if dense:
         yield (), "height: share of the time"
     elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
@@ -222,7 +222,7 @@ def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
         if any(cause in scene.idle for scene in scenes):
             yield (cause,), f"idle: {text}"
     if has_curves(scenes, look):
-        yield ("curve",), "memory that the rank holds"
+        yield ("curve",), "memory held"
 
 
 # ---- names of actions ----

@@ -24,21 +24,25 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def _still(scenes: Scenes, look: Look) -> Scenes:
-    """What a still picture shows: of a single long schedule, a part of its steady state."""
-    return scenes if look.full or len(scenes) > 1 else [shortened(scenes[0])]
+def _still(scenes: Scenes, look: Look, suffix: str) -> str | bytes:
+    """A still picture. Of a single long schedule it shows a part of the steady state."""
+    scenes = shortened(scenes, look)
+    if suffix == ".svg" and not look.paper:
+        return svg.paint(scenes, look)
+    return _figures().paint(scenes, look, suffix)
 
 
 _PAINTERS: dict[str, Callable[[Scenes, Look], str | bytes]] = {
-    ".svg": lambda scenes, look: svg.paint(_still(scenes, look), look),
-    ".png": lambda scenes, look: _figures().paint(_still(scenes, look), look, ".png"),
-    ".pdf": lambda scenes, look: _figures().paint(_still(scenes, look), look, ".pdf"),
+    ".svg": lambda scenes, look: _still(scenes, look, ".svg"),
+    ".png": lambda scenes, look: _still(scenes, look, ".png"),
+    ".pdf": lambda scenes, look: _still(scenes, look, ".pdf"),
     ".html": html.paint,
     ".json": trace.paint,
     ".txt": lambda scenes, look: terminal.paint(scenes),
 }
 #: the suffixes of pictures
 FORMATS = tuple(_PAINTERS)
+CELL = 1000.0  #: pixels of a cell of a notebook, about
 MOST_LINES = 400  #: of text that folds
 
 
@@ -173,8 +177,9 @@ def _colours() -> str:
 
 # ---- pieces of HTML for notebooks ----
 def figure(timeline: Timelines) -> str:
-    """A picture that scrolls sideways where the page is narrower."""
-    drawing = svg.paint(_still(scenes(timeline), Look()), Look(), inline=True)
+    """A picture as wide as its cell, which scrolls sideways on a phone."""
+    look = Look(width=CELL)
+    drawing = svg.paint(shortened(scenes(timeline), look), look, inline=True)
     return f'<div style="overflow-x:auto">{drawing}</div>'
 
 

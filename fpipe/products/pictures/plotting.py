@@ -31,18 +31,23 @@ from .scene import Look, Points, Scene, Scenes, has_curves
 from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
 
 STYLES = ("paper", "light", "dark")
-PAPER_WIDTH = 560.0  #: of the axes in the style "paper": a page of a paper is about 7 inches wide
-HEADING, MARGIN = 70.0, 90.0  #: pixels above a scene, and beside the lanes
-COLUMN = 220.0  #: of the legend
+PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
+PAPER_LETTERS = 7 * 96 / 72  #: in pixels, the smallest that conferences accept
+HEADING, PAPER_HEADING = 70.0, 26.0  #: pixels above a scene
+LEFT, RIGHT = 48.0, 10.0  #: pixels beside the lanes
 LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib are
 
 
 def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     """The scenes as a ``.png`` or ``.pdf``."""
-    style = "dark" if look.dark else "light"
+    style = "paper" if look.paper else "dark" if look.dark else "light"
     figure = Figure()
     plot(scenes, look, style, new_axes(figure, scenes, look, style))
-    return figure_bytes(figure, suffix)
+    if not look.paper:
+        return figure_bytes(figure, suffix)
+    drawn = figure.get_tightbbox()
+    width = figure.get_figwidth()  # as wide as was asked for
+    return figure_bytes(figure, suffix, Bbox([[0, drawn.y0 - 0.02], [width, drawn.y1 + 0.02]]))
 
 
 def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") -> bytes:
@@ -65,17 +70,19 @@ def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") 
 def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     """Axes as large as the scenes need, alone in a figure."""
     width, lane = natural_size(scenes)
-    if look.width:
-        width = max(look.width - MARGIN, 60.0)
     if style == "paper":
-        width = min(width, PAPER_WIDTH)
+        width = min(width, PAPER_WIDTH - LEFT - RIGHT)
+        lane = min(lane, 16)
+    if look.width:
+        width = max(look.width - LEFT - RIGHT, 60.0)
     pitch = frame(scenes, look, width, lane).pitch
-    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * HEADING
-    wide = width + MARGIN
+    above = PAPER_HEADING if style == "paper" else HEADING
+    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * above
+    wide = width + LEFT + RIGHT
     high = height + 2 * HEADING
     figure.set_size_inches(wide / 96, high / 96)
     figure.set_facecolor(palette(1, style == "dark")["paper"])
-    corner = 0.8 * MARGIN / wide, HEADING / high
+    corner = LEFT / wide, HEADING / high
     return figure.add_axes((*corner, width / wide, height / high))
 
 
@@ -95,26 +102,30 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     pixel = axes.figure.dpi / 96
     width = window.width / pixel
     height = window.height / pixel
-    pitch = (height - (len(scenes) - 1) * HEADING) / sum(len(scene.lanes) for scene in scenes)
+    for_paper = style == "paper"
+    above = PAPER_HEADING if for_paper else HEADING
+    pitch = (height - (len(scenes) - 1) * above) / sum(len(scene.lanes) for scene in scenes)
     curve = CURVE if has_curves(scenes, look) else 0.0
-    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS)
+    least = PAPER_LETTERS if for_paper else 6.5
+    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS, least)
+    font = 7 if for_paper else 8
     colours = palette(max(scene.shades for scene in scenes), style == "dark")
     ticks: dict[float, str] = {}
     y = 0.0
     for scene in scenes:
-        lines = [*wrapped(labels.title(scene), 13, width)]
-        if style != "paper":
-            for note in (labels.figures(scene), *labels.left_out(scene)):
-                lines += wrapped(note, 13, width)
-        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=9)
+        heading = [labels.title(scene), labels.figures(scene), *labels.left_out(scene)]
+        if for_paper:
+            heading = [scene.name] if len(scenes) > 1 else []
+        lines = [line for text in heading for line in wrapped(text, 13, width)]
+        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=font)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
         _draw(axes, scene, y, f, colours)
-        y += len(scene.lanes) + HEADING / f.pitch
+        y += len(scene.lanes) + above / f.pitch
     unit = scenes[0].timeline.unit
     axes.set(
         xlim=(0, width / f.scale),
-        ylim=(y - HEADING / f.pitch, 0),
+        ylim=(y - above / f.pitch, 0),
         xlabel=f"time in {unit}" if unit else "time",
         facecolor=colours["paper"],
         axisbelow=True,
@@ -124,12 +135,12 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     times = [time for time in times if not scenes[0].is_hidden(time)]
     axes.set_xticks(list(map(scenes[0].place, times)), list(map(labels.number, times)))
     axes.set_yticks(list(ticks), list(ticks.values()))
-    axes.tick_params(length=0, labelsize=8, colors=colours["ink"])
-    axes.xaxis.label.set(color=colours["ink"], fontsize=8)
+    axes.tick_params(length=0, labelsize=font, colors=colours["ink"])
+    axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     axes.spines[:].set_visible(False)
     entries = labels.legend(scenes, look, all(map(f.is_dense, scenes)))
-    _legend(axes, entries, colours, (width, height))
+    _legend(axes, entries, colours, height, font)
     return axes
 
 
@@ -201,24 +212,30 @@ def _legend(
     axes: Axes,
     entries: Iterable[labels.Entry],
     colours: Mapping[str, str],
-    size: tuple[float, float],
+    height: float,
+    font: float,
 ) -> None:
-    """The legend below the axis, in as many columns as fit."""
+    """The legend below the axis."""
     handles: list[tuple[Patch, ...]] = []
     texts: list[str] = []
     for keys, text in entries:
         handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
         texts.append(text)
-    axes.legend(
-        handles,
-        texts,
-        loc="upper left",
-        bbox_to_anchor=(0, -42 / size[1]),
-        borderaxespad=0,
-        borderpad=0,
-        ncols=max(int(size[0] // COLUMN), 1),
-        frameon=False,
-        fontsize=8,
-        labelcolor=colours["ink"],
-        handler_map={tuple: HandlerTuple(None, pad=0)},
-    )
+    for columns in range(len(texts), 0, -1):  # as many as fit
+        legend = axes.legend(
+            handles,
+            texts,
+            loc="upper left",
+            bbox_to_anchor=(0, -42 / height),
+            borderaxespad=0,
+            borderpad=0,
+            ncols=columns,
+            columnspacing=1.2,
+            handlelength=1.5,
+            frameon=False,
+            fontsize=font,
+            labelcolor=colours["ink"],
+            handler_map={tuple: HandlerTuple(None, pad=0)},
+        )
+        if legend.get_window_extent().width <= axes.get_window_extent().width:
+            break

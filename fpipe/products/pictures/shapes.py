@@ -24,7 +24,7 @@ from .scene import CAUSES, Lane, Look, Points, Scene, Scenes, has_curves
 GAP = 4.0  # between lanes
 CURVE = 0.45  # the height of a memory curve, in lanes
 CELL, NARROWEST, WIDEST = 26, 560, 2200  # of a short bar, if space allows; of all bars together
-TIGHT, WIDER = 15, 4200  # the same for long schedules
+TIGHT, WIDER = 15, 2600  # the same for long schedules
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
 LEAST = 6.0  # the least width of a piece
@@ -85,6 +85,7 @@ class Frame(NamedTuple):
     letters: float  # how much wider letters are than those of ``text_width``
     hints: bool
     least: float  # size of letters
+    named: float  # the least width of bars with names
 
     @property
     def pitch(self) -> float:
@@ -108,16 +109,18 @@ def frame(
     scale = width / (max(scene.length for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
     space = min(scene.cell for scene in scenes) * scale - 3
+    named = 0.0
     for detail in (3, 2, 1):  # the fullest names that fit into a short bar
         longest = max(0.5, *(widest_name(scene, detail) for scene in scenes))
         size = min(space / longest / letters, 12.0)
         if size >= (9.5 if detail > 1 else max(least, 7.5)):
             break
     else:
-        detail = 0
-        size = 0.0
+        detail = 1
+        size = max(least, 7.5)
+        named = 1.5 * scale * max(scene.cell for scene in scenes)
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
-    return Frame(scale, lane, curve, detail, size, letters, hints, least)
+    return Frame(scale, lane, curve, detail, size, letters, hints, least, named)
 
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
@@ -197,7 +200,8 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         for part, colour in zip(bar.action.parts, bar.colours, strict=True):
             yield Rect(start, end, top, height, colour, hint, inset)
             label = name(part, f.detail)
-            if label and size >= f.least and f.letters * text_width(label, size) <= wide:
+            room = f.letters * text_width(label, size) <= wide - 2
+            if size >= f.least and room and wide >= f.named:
                 yield Label((start + end) / 2, top + height / 2, label, size, colour, wide - 2)
             top += height
 

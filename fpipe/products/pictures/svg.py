@@ -51,7 +51,9 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     size = f'width="{sheet.right:g}" height="{height:g}"'
     body = "\n".join([f'<rect class="paper" {size} rx="8"/>', *elements, "</svg>", ""])
     number = "fp" + sha256(f"{look.dark}{body}".encode()).hexdigest()[:12]
-    place = f'id="{number}"' if inline else 'style="max-width:100%;height:auto"'
+    place = 'style="max-width:100%;height:auto"'
+    if inline:
+        place = f'id="{number}" style="width:100%;min-width:600px;height:auto"'
     shades = max(scene.shades for scene in scenes)
     scope = f"#{number} " if inline else ""
     style = "".join(_style(body, shades, look.dark, scope))
