@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from .scene import Bar, Fold, Look, Scenes
-from .shapes import LEAST_CELL
+from .shapes import LEAST_CELL, WIDEST
 
 MOST_CELLS = 150  # short bars side by side whose names can be read
 KEPT = 2  # periods that stay on either side
 FEWEST = 4  # periods that are left out
+MOST_BARS = 8000
 
 
 def shortened(scenes: Scenes, look: Look) -> Scenes:
@@ -45,8 +46,10 @@ def shortened(scenes: Scenes, look: Look) -> Scenes:
             start = begin + (KEPT + 0.5) * period
             hidden = Fold(start, start + count * period, count * later, 2 * scene.cell)
             short = replace(scene, fold=hidden)
-            if look.width and look.width * scene.cell < LEAST_CELL * short.length:
-                return scenes  # too narrow for actions: shares of the time are drawn
+            drawn = [bar for bar in scene.bars if not short.is_hidden(bar.start)]
+            narrow = (look.width or WIDEST) * scene.cell < LEAST_CELL * short.length
+            if narrow or len(drawn) > MOST_BARS:
+                return scenes  # shares of the time are drawn instead of actions
             return [short]
     return scenes
 

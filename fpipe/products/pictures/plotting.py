@@ -130,7 +130,7 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
         facecolor=colours["paper"],
         axisbelow=True,
     )
-    step = labels.step_of(70 / f.scale)
+    step = labels.step_of((45 if for_paper else 70) / f.scale)
     times = [k * step for k in range(int(scenes[0].total / step + 1e-9) + 1)]
     times = [time for time in times if not scenes[0].is_hidden(time)]
     axes.set_xticks(list(map(scenes[0].place, times)), list(map(labels.number, times)))

@@ -118,7 +118,7 @@ def frame(
     else:
         detail = 1
         size = max(least, 7.5)
-        named = 1.5 * scale * max(scene.cell for scene in scenes)
+        named = 1.5 * scale * min(scene.cell for scene in scenes)
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     return Frame(scale, lane, curve, detail, size, letters, hints, least, named)
 
@@ -172,10 +172,12 @@ def _around_fold(curve: Points, scene: Scene) -> Points:
 
 
 def _visible(start: float, end: float, scene: Scene) -> tuple[float, float]:
-    """The part of an interval that is drawn; none has no length."""
-    if (fold := scene.fold) and end > fold.start and start < fold.end:
-        return (start, fold.start) if start < fold.start else (fold.end, max(end, fold.end))
-    return start, end
+    """The part of an interval that is drawn; of one that is not drawn the end is its start."""
+    if not (fold := scene.fold) or end <= fold.start or start >= fold.end:
+        return start, end
+    if start < fold.start:
+        return start, fold.start
+    return (fold.end, end) if end > fold.end else (start, start)
 
 
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
@@ -189,7 +191,7 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         yield Label(middle, y + f.lane / 2, "\u2026", 14, "paper", fold.gap * f.scale)
     for bar in lane.bars:
         start, end = _visible(bar.start, bar.end, scene)
-        if start == end < bar.end:
+        if start == end != bar.end:
             continue
         wide = (end - start) * f.scale
         height = f.lane / len(bar.kinds)

@@ -25,6 +25,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 EDGE = 24  # around the page
 PHONE = 700  # pages narrower than this have short labels beside the lanes
 SWATCH = 16  # of the legend
+WIDER = 1.15  # letters of a reader's typeface than those of `text_width`, at most
 
 
 class _Sheet(NamedTuple):
@@ -75,7 +76,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
         notes = [*labels.notes(scene), *labels.left_out(scene)]
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
-            for line in wrapped(content, size, sheet.right - sheet.margin - 12):
+            for line in wrapped(content, WIDER * size, sheet.right - sheet.margin - 12):
                 elements.append(text(sheet.margin, y + 14, line, size, kind))
                 y += height
         y += 30
@@ -94,7 +95,7 @@ def _sheet(scenes: Scenes, look: Look) -> _Sheet:
     beside = 12.0
     if not short:
         figures = [labels.figures_of(lane, scene) for scene in scenes for lane in scene.lanes]
-        beside = 24 + max(text_width(figure, 11) for figure in figures)
+        beside = 24 + WIDER * max(text_width(figure, 11) for figure in figures)
     width, lane = natural_size(scenes)
     if look.width is not None:
         width = max(look.width - left - beside, 60.0)
@@ -153,7 +154,7 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     dense = all(map(sheet.frame.is_dense, scenes))
     for colours, content in labels.legend(scenes, look, dense):
         swatches = SWATCH * len(colours) + 7 if colours else 0
-        wide = swatches + 1.1 * text_width(content, 12)
+        wide = swatches + WIDER * text_width(content, 12)
         if x > first and x + wide > sheet.right - 5:
             x = first
             y = y + 22

@@ -17,6 +17,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.textpath import TextPath
 from PIL import Image, ImageFont
 from rich.color import Color, ColorSystem
 
@@ -27,6 +29,7 @@ from fpipe.errors import FpipeError
 from fpipe.generators import make_schedule
 from fpipe.products import pictures
 from fpipe.products.pictures import Look, colours, labels, plotting, scene, shapes, svg, terminal
+from fpipe.products.pictures.fold import shortened
 from fpipe.products.pictures.labels import text_width
 from fpipe.products.pictures.scene import scenes, without_dips
 from page_data import page_data
@@ -493,6 +496,85 @@ def test_all_differences_of_a_picture_have_one_scale():
     assert max(bar.colours[0] for bar in far.bars) == "t8"
 
 
+# ---- the steady state ----
+@pytest.mark.parametrize(("name", "left_out"), [("1F1B", 44), ("ZBV", 28), ("DualPipeV", 28)])
+def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: int, tmp_path: Path):
+    """What is not drawn is what was drawn before it, for later microbatches: on both sides of the
+    break each rank is in the same state.
+    """
+    t = timeline(name, 16, 64)
+    (whole,) = scenes(t)
+    (short,) = shortened([whole], Look())
+    fold = short.fold
+    assert fold and fold.microbatches == left_out and short.length < 0.7 * whole.total
+    for lane in whole.lanes:
+        running = [
+            [
+                [(part.op, part.stage, part.microbatch - later) for part in bar.action.parts]
+                + [round(bar.start - at, 6)]
+                for bar in lane.bars
+                if at - 6 < bar.start < at
+            ]
+            for at, later in ((fold.start, 0), (fold.end, left_out))
+        ]
+        assert running[0] == running[1]
+    assert [scene.fold for scene in shortened([whole], Look(full=True))] == [None]
+    assert [scene.fold for scene in shortened([whole], Look(width=300))] == [None]
+    t.save(tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert f"Not drawn: {left_out} microbatches of the steady state" in text
+    hidden = next(bar for bar in whole.bars if fold.start + 9 < bar.start < fold.end - 9)
+    assert f">{hidden.action}:" not in text
+    places = [fold.place(x) for x in (1, fold.start, fold.end, whole.total)]
+    assert places == pytest.approx([1, fold.start, fold.start + fold.gap, short.length])
+    axes = pictures.plot(t, Figure(figsize=(20, 8)).subplots(), "light")
+    assert axes.get_xlim()[1] == pytest.approx(whole.total)  # axes of a caller are those of time
+
+
+@pytest.mark.parametrize("costs", ["F=1:1:1:2", "F=1,B=2.3"])
+def test_a_schedule_that_does_not_repeat_or_is_short_stays_whole(costs: str):
+    noisy = timeline("1F1B", 4, 64, costs)
+    starts = [
+        array("d", [s + 1e-3 * (k * k % 7) for k, s in enumerate(row)]) for row in noisy.starts
+    ]
+    for one in (replace(noisy, starts=tuple(starts)), timeline("ZBV", 4, 8)):
+        assert [scene.fold for scene in shortened(scenes(one), Look())] == [None]
+    two = scenes([timeline("1F1B", 4, 64)] * 2)
+    assert shortened(two, Look()) is two
+
+
+# ---- papers ----
+@pytest.mark.parametrize(
+    ("names", "width"), [(["ZBV"], 3.4), (["1F1B", "ZBV"], 7), (["1F1B"], 3.4)]
+)
+def test_a_picture_for_a_paper_has_its_width_and_letters_of_seven_points(
+    names: list[str], width: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written: list[Figure] = []
+    write = plotting.figure_bytes
+    keep = lambda figure, *rest: written.append(figure) or write(figure, *rest)
+    monkeypatch.setattr(plotting, "figure_bytes", keep)
+    look = Look(paper=True, width=96 * width)
+    pictures.save([timeline(name) for name in names], tmp_path / "a.pdf", look)
+    data = (tmp_path / "a.pdf").read_bytes()
+    (box,) = re.findall(rb"/MediaBox \[ ([^\]]*) \]", data)
+    assert float(box.split()[2]) == pytest.approx(72 * width, abs=0.1)
+    assert b"/FontFile2" in data and b"/Subtype /Type3" not in data
+    (axes,) = written[0].axes
+    words = [text for text in written[0].findobj(Text) if text.get_text()]
+    assert {text.get_fontsize() for text in words} == {7.0}
+    assert [t.get_text() for t in axes.texts if t.get_text()] == (
+        [] if len(names) == 1 else ["1F1B", "ZBVZeroBubble"]
+    )
+    capital = TextPath((0, 0), "0", size=7).get_extents().height
+    for one in axes.collections:
+        if isinstance(one, PathCollection):
+            heights = [path.get_extents().height for path in one.get_paths()]
+            assert min(heights) >= 0.96 * capital
+    edges = [text.get_window_extent() for text in words]
+    assert all(box.x0 >= 0 and box.x1 <= written[0].bbox.x1 for box in edges)
+
+
 # ---- many actions ----
 def test_large_schedules_show_the_share_of_each_kind_of_work(tmp_path: Path):
     """64 ranks and 512 microbatches were a uniform grey, in 8.2 MB of SVG."""
@@ -564,7 +646,9 @@ def test_a_plot_has_a_bar_for_every_part_at_its_time(name: str):
     assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"rank {k}" for k in range(4)]
     words = [text.get_text() for text in axes.get_legend().get_texts()]
     assert words[0] == "forward" and "idle: warm-up" in words
-    assert any(text.get_text().endswith(": 4 ranks, 8 microbatches") for text in axes.texts)
+    assert not any(text.get_text() for text in axes.texts)  # a paper has a caption
+    light = t.plot(Figure().subplots(), "light", memory=False)
+    assert any(": 4 ranks, 8 microbatches" in text.get_text() for text in light.texts)
 
 
 def test_a_plot_shows_memory_where_it_is_asked_for():
@@ -591,7 +675,7 @@ def test_a_plot_is_drawn_into_the_axes_of_its_caller():
 
 def test_names_are_in_the_bars_that_have_space_for_them():
     wide = timeline("1F1B", 2, 2).plot(Figure(figsize=(9, 2)).subplots(), memory=False)
-    narrow = timeline("1F1B", 2, 2).plot(Figure(figsize=(0.5, 2)).subplots(), memory=False)
+    narrow = timeline("1F1B", 2, 2).plot(Figure(figsize=(0.2, 2)).subplots(), memory=False)
     names = [one for one in wide.collections if isinstance(one, PathCollection)]
     assert sum(len(one.get_offsets()) for one in names) == 8
     assert not any(isinstance(one, PathCollection) for one in narrow.collections)
