@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import click
@@ -85,9 +86,10 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([{"name": name, "about": about} for name, about in lines.items()])
         return
-    width = max(map(len, lines))
+    width = max(map(len, lines)) + 2
     for name, about in lines.items():
-        click.echo(f"{name:<{width}}  {about}".rstrip())
+        for line in wrap(f"{name:<{width}}{about}", 80, subsequent_indent=" " * width):
+            click.echo(line)
 
 
 @click.command()

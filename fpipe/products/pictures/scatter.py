@@ -14,7 +14,7 @@ from typing import TypeAlias
 from matplotlib import RcParams, rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from matplotlib.transforms import BboxBase
+from matplotlib.transforms import Bbox, BboxBase
 from numpy import array
 from numpy.typing import ArrayLike
 
@@ -56,8 +56,6 @@ margin:auto}}</style>
 """
 #: name, memory, bubble, and whether no other has less of one and not more of the other
 Point: TypeAlias = tuple[str, float, float, bool]
-Place: TypeAlias = tuple[float, float]
-Box: TypeAlias = Sequence[float]  #: left, foot, right, top in pixels
 
 
 def paint(
@@ -92,9 +90,9 @@ def _draw(
     most = max(memory for _, memory, _, _ in points)
     unit = size_text(most).split()[1] if most >= 4096 else "B"
     scale = 1024.0 ** ["B", "KiB", "MiB", "GiB"].index(unit)
-    names: defaultdict[tuple[bool, Place], list[str]] = defaultdict(list)
+    names: defaultdict[tuple[bool, float, float], list[str]] = defaultdict(list)
     for name, memory, bubble, is_best in points:
-        names[not is_best, (memory / scale, bubble)].append(name)
+        names[not is_best, -memory / scale, bubble].append(name)
     right = 1.06 * max(most, limit or 0.0) / scale
     top = 1.1 * max(0.01, *(bubble for _, _, bubble, _ in points))
     held = "microbatches of its share of the model" if unit == "B" else unit
@@ -107,76 +105,60 @@ def _draw(
         ylabel="bubble: idle share of the time",
     )
     axes.yaxis.set_major_formatter(PercentFormatter(1, int(top < 0.05)))
-    best = sorted(place for other, place in names if not other)
-    corners = [(best[0][0], top)]
-    for x, y in [*best, (right, best[-1][1])]:
-        corners += [(x, corners[-1][1]), (x, y)]
-    axes.plot(*zip(*corners, strict=True), color=colours["curve"])
-    for other, place in names:
-        axes.plot(*place, "o", color=colours["faint" if other else "curve"], ms=5)
+    corners = [(right, 0.0)]
+    for other, left, y in sorted(names):
+        axes.plot(-left, y, "o", color=colours["faint" if other else "curve"])
+        if not other:
+            corners += [(corners[-1][0], y), (-left, y)]
+    corners = [*corners[1:], (corners[-1][0], top)]
+    axes.plot(*zip(*corners, strict=True), color=colours["curve"], zorder=1.5)
     figure.draw_without_rendering()  # places in pixels follow from the layout
     pixels = axes.transData
-    taken = [_around(ends, 2) for ends in pairwise(pixels.transform(corners))]
-    taken += [_around(pixels.transform([place]), 5) for _, place in names]
-    ground = {"facecolor": colours["paper"], "linewidth": 0, "pad": 0.5}
-    drawn: list[Box] = [(0.0, 0.0, 0.0, 0.0)]
+    taken = [_box(pixels.transform(ends), 2) for ends in pairwise(corners)]
+    taken += [_box(pixels.transform([(-left, y)]), 5) for _, left, y in names]
     if limit:
-        axes.plot([limit / scale] * 2, [0, top], "--", color=colours["mark"])
+        line = [(limit / scale, 0.0), (limit / scale, top)]
+        axes.plot(*zip(*line, strict=True), "--", color=colours["mark"])
         what = f" a rank may hold {number(limit / scale)}"
-        text = axes.text(limit / scale, top, what, va="top", color=colours["mark"])
-        line = pixels.transform([(limit / scale, 0), (limit / scale, top)])
-        taken += [_around(line, 2), _around(text.get_window_extent().get_points(), 0)]
-    for (other, place), group in sorted(names.items(), key=_from_right):
+        text = axes.text(*line[1], what, va="top", color=colours["mark"])
+        taken.append(text.get_window_extent())
+    ground = {"facecolor": colours["paper"], "linewidth": 0, "pad": 0.5}
+    for (other, left, y), group in sorted(names.items()):
         colour = colours["faint" if other else "ink"]
         label = _wrapped(", ".join(group), width / 4)
-        text = axes.text(*place, label, ha="center", va="center", color=colour)
-        at, size = (*pixels.transform(place),), text.get_window_extent()
-        found = _beside(at, size, axes.bbox, taken, drawn)
-        drawn += found
-        taken += found
-        middle = pixels.inverted().transform(array(found[0]).reshape(2, 2).mean(0))
+        text = axes.text(-left, y, label, ha="center", va="center", color=colour)
+        spot = _box(pixels.transform([(-left, y)]), 0.1)
+        taken.append(_beside(spot, text.get_window_extent(), axes.bbox, taken))
+        middle = pixels.inverted().transform(taken[-1].get_points().mean(0))
         text.set(position=middle, bbox=ground)
-        axes.plot(*zip(place, middle, strict=True), color=colours["faint"], lw=0.5, zorder=1)
+        axes.plot((-left, middle[0]), (y, middle[1]), color=colours["faint"], lw=0.5, zorder=1)
+
+
+def _box(points: ArrayLike, pad: float) -> BboxBase:
+    """What is around points."""
+    places = array(points)
+    return Bbox([places.min(0), places.max(0)]).padded(pad)
 
 
 def _beside(
-    at: Box, size: BboxBase, inside: BboxBase, taken: Sequence[Box], drawn: Sequence[Box]
-) -> list[Box]:
-    """The nearest box for a text of this size beside a point that is over nothing that is taken,
-    or over least of it, and pieces of the line to it, which are over nothing that was drawn for
-    other points.
+    spot: BboxBase, size: BboxBase, inside: BboxBase, taken: Sequence[BboxBase]
+) -> BboxBase:
+    """The nearest box for a text of this size beside a spot, over nothing that is taken and with
+    nothing between, or over least of it.
     """
-    x, y = at
-    half = size.width / 2, size.height / 2
-    found: list[tuple[int, list[Box]]] = []
+    found: list[tuple[int, BboxBase]] = []
     for step, eighth in product(STEPS, EIGHTHS):
-        to_x = x + round(cos(eighth * pi / 4)) * (step + half[0])
-        to_y = y + round(sin(eighth * pi / 4)) * (step + half[1])
-        box = to_x - half[0], to_y - half[1], to_x + half[0], to_y + half[1]
-        ways = [(x + k * (to_x - x) / 20, y + k * (to_y - y) / 20) for k in range(20)]
-        line = [(a - 1, b - 1, a + 1, b + 1) for a, b in ways]
-        line = [piece for piece in line if not _overlaps([piece], [box])]
-        over = _overlaps([box], taken) + _overlaps(line, drawn)
-        over += 99 * (not inside.contains(*box[:2])) + 99 * (not inside.contains(*box[2:]))
-        found.append((over, [box, *line]))
+        right, up = round(cos(eighth * pi / 4)), round(sin(eighth * pi / 4))
+        x = spot.x0 - size.x0 + right * (step + size.width / 2) - size.width / 2
+        y = spot.y0 - size.y0 + up * (step + size.height / 2) - size.height / 2
+        box = size.translated(x, y)
+        between = Bbox.union([box, spot]).count_overlaps(taken) - spot.count_overlaps(taken)
+        over = box.count_overlaps(taken) + between
+        over += 99 * (not inside.contains(*box.min)) + 99 * (not inside.contains(*box.max))
+        found.append((over, box))
         if not over:
             break
     return min(found, key=itemgetter(0))[1]
-
-
-def _from_right(named: tuple[tuple[bool, Place], object]) -> tuple[bool, float]:
-    (other, (x, _)), _ = named
-    return other, -x
-
-
-def _around(points: ArrayLike, pad: float) -> Box:
-    return (*(array(points).min(0) - pad), *(array(points).max(0) + pad))
-
-
-def _overlaps(boxes: Sequence[Box], others: Sequence[Box]) -> int:
-    """How many pairs overlap."""
-    a, b = array(boxes)[:, None], array(others)
-    return int(((a[..., :2] < b[:, 2:]) & (b[:, :2] < a[..., 2:])).all(-1).sum())
 
 
 def _wrapped(text: str, space: float) -> str:

@@ -512,6 +512,25 @@ def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_p
     assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
 
 
+@pytest.mark.parametrize("words", ["names", "compare -p 8 -m 24"])
+def test_lists_fit_80_columns(capsys: pytest.CaptureFixture[str], words: str):
+    assert max(map(len, printed(capsys, *words.split()).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("width", "points"), [("3.4in", 244.8), ("86mm", 243.8), ("240pt", 240), ("390", 292.5)]
+)
+def test_a_picture_for_a_paper_has_the_width_that_was_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, width: str, points: float
+):
+    path = str(tmp_path / "a.pdf")
+    words = ["-p", "2", "-m", "2", "--style", "paper", "--width", width, "--out", path]
+    for command in (["draw", "1F1B"], ["compare"]):
+        printed(capsys, *command, *words)
+        (box,) = re.findall(rb"/MediaBox \[ ([^\]]*) \]", Path(path).read_bytes())
+        assert float(box.split()[2]) == pytest.approx(points, abs=0.1)
+
+
 def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     plan, costs = tmp_path / "plan.csv", tmp_path / "profile.json"
     costs.write_text(Costs(F=[1, 1, 1, 2], saved=1e9).to_json())

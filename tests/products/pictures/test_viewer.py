@@ -436,3 +436,14 @@ def test_a_hundred_thousand_actions_stay_fluent(view: Open):
 def test_a_timeline_of_one_action_can_be_viewed(view: Open):
     page = view(Timeline.measured([(0, Action(0, "F", 0), 0.0, 0.002)], name="one", unit="s"))
     assert "start 0 ms, end 2 ms" in hover(page, "0F0")
+
+
+def test_on_a_phone_the_legend_and_the_notes_fold(view: Open):
+    page = view(timeline("1F1B", 4, 8))
+    shown = lambda: [page.locator(where).first.is_visible() for where in ("#legend", "#figures p")]
+    assert shown() == [True, True] and not page.locator("#more").is_visible()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert shown() == [False, False]
+    page.click("#more")
+    assert shown() == [True, True]
+    assert page.get_attribute("#more", "aria-expanded") == "true"

@@ -328,6 +328,11 @@ function head() {
   pressed();
 }
 
+$("more").addEventListener("click", () => {
+  $("more").setAttribute("aria-expanded", document.body.classList.toggle("more"));
+  paintNow();
+});
+
 // Swatches with a word: kinds of work with their shades, causes of idle time, curves and lines that are shown.
 function legend() {
   const {scenes} = state, items = [];
