@@ -100,8 +100,7 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
         axes = new_axes(pyplot.figure(), scenes, look, style)
     window = axes.get_window_extent()
     pixel = axes.figure.dpi / 96
-    width = window.width / pixel
-    height = window.height / pixel
+    width, height = window.width / pixel, window.height / pixel
     for_paper = style == "paper"
     above = PAPER_HEADING if for_paper else HEADING
     pitch = (height - (len(scenes) - 1) * above) / sum(len(scene.lanes) for scene in scenes)
@@ -116,8 +115,8 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
         heading = [labels.title(scene), labels.figures(scene), *labels.left_out(scene)]
         if for_paper:
             heading = [scene.name] if len(scenes) > 1 else []
-        lines = [line for text in heading for line in wrapped(text, 13, width)]
-        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=font)
+        lines = "\n".join(line for text in heading for line in wrapped(text, 13, width))
+        axes.text(0, y - 8 / f.pitch, lines, color=colours["ink"], fontsize=font)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
         _draw(axes, scene, y, f, colours)
@@ -130,10 +129,8 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
         facecolor=colours["paper"],
         axisbelow=True,
     )
-    step = labels.step_of((45 if for_paper else 70) / f.scale)
-    times = [k * step for k in range(int(scenes[0].total / step + 1e-9) + 1)]
-    times = [time for time in times if not scenes[0].is_hidden(time)]
-    axes.set_xticks(list(map(scenes[0].place, times)), list(map(labels.number, times)))
+    if scenes[0].fold:
+        _ticks(axes, scenes[0], labels.step_of(70 / f.scale))
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(length=0, labelsize=font, colors=colours["ink"])
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
@@ -142,6 +139,13 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
     entries = labels.legend(scenes, look, all(map(f.is_dense, scenes)))
     _legend(axes, entries, colours, height, font)
     return axes
+
+
+def _ticks(axes: Axes, scene: Scene, step: float) -> None:
+    """The times beside what is not drawn."""
+    times = [k * step for k in range(int(scene.total / step + 1e-9) + 1)]
+    times = [time for time in times if not scene.is_hidden(time)]
+    axes.set_xticks(list(map(scene.place, times)), list(map(labels.number, times)))
 
 
 def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, str]) -> None:

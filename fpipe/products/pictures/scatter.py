@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from matplotlib import RcParams, rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox, BboxBase
@@ -122,14 +123,27 @@ def _draw(
         what = f" a rank may hold {number(limit / scale)}"
         text = axes.text(*line[1], what, va="top", color=colours["mark"])
         taken.append(text.get_window_extent())
+    _write(axes, names, taken, colours, width / 4)
+
+
+def _write(
+    axes: Axes,
+    names: Mapping[tuple[bool, float, float], Sequence[str]],
+    taken: Sequence[BboxBase],
+    colours: Mapping[str, str],
+    space: float,
+) -> None:
+    """Write names beside their points, where nothing is taken yet."""
+    pixels = axes.transData
+    boxes = list(taken)
     ground = {"facecolor": colours["paper"], "linewidth": 0, "pad": 0.5}
     for (other, left, y), group in sorted(names.items()):
         colour = colours["faint" if other else "ink"]
-        label = _wrapped(", ".join(group), width / 4)
+        label = _wrapped(", ".join(group), space)
         text = axes.text(-left, y, label, ha="center", va="center", color=colour)
         spot = _box(pixels.transform([(-left, y)]), 0.1)
-        taken.append(_beside(spot, text.get_window_extent(), axes.bbox, taken))
-        middle = pixels.inverted().transform(taken[-1].get_points().mean(0))
+        boxes.append(_beside(spot, text.get_window_extent(), axes.bbox, boxes))
+        middle = pixels.inverted().transform(boxes[-1].get_points().mean(0))
         text.set(position=middle, bbox=ground)
         axes.plot((-left, middle[0]), (y, middle[1]), color=colours["faint"], lw=0.5, zorder=1)
 

@@ -439,7 +439,7 @@ def test_a_timeline_of_one_action_can_be_viewed(view: Open):
 
 
 def test_on_a_phone_the_legend_and_the_notes_fold(view: Open):
-    page = view(timeline("1F1B", 4, 8))
+    page = view(make_schedule("1F1B", 4, 8).simulate())
     shown = lambda: [page.locator(where).first.is_visible() for where in ("#legend", "#figures p")]
     assert shown() == [True, True] and not page.locator("#more").is_visible()
     page.set_viewport_size({"width": 390, "height": 844})
