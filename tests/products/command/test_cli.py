@@ -319,8 +319,9 @@ def test_an_interrupt_ends_with_130(
 
 
 # ---- names and the table ----
-def test_names_have_a_line_each(capsys: pytest.CaptureFixture[str]):
-    lines = printed(capsys, "names").splitlines()
+def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, "names")
+    lines = re.sub(r"\n +", " ", text).splitlines()  # what is longer than 80 columns goes on
     assert [line.split()[0] for line in lines] == list(schedule_names())
     assert all(len(line.split()) > 3 and "`" not in line for line in lines)
 
