@@ -41,7 +41,7 @@ def copied(name: str) -> str:
     text = (ROOT / name).read_text(encoding="utf-8")
     for page, file in COPIED.items():
         text = text.replace(f"]({file}", f"]({page}")
-    text = re.sub(r"\]\(docs/", "](", text)
+    text = re.sub(r"(\]\(|src=\"|srcset=\")docs/", r"\1", text)
     text = re.sub(r"\]\(examples/(\w+)\.\w+\)", r"](examples.md#\1)", text).replace(
         "](examples)", "](examples.md)"
     )

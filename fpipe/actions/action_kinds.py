@@ -40,8 +40,8 @@ class Kind:
             and its gradient back.
         saved: how many times it adds ``Costs.saved`` to the memory of its rank.
         kept: how many times it adds ``Costs.kept``.
-        colours: in pictures, of the first stage of a rank and of the last.
-        dark: the same on dark paper, where these cannot be seen there.
+        colours: in pictures, of the first stage of a rank and of the last; they can be seen on
+            light and on dark paper.
 
     >>> KINDS["B"].name, KINDS["B"].provides, KINDS["B"].activations
     ('backward', ('I', 'W'), -1)
@@ -54,7 +54,6 @@ class Kind:
     saved: int
     kept: int
     colours: tuple[str, str]
-    dark: tuple[str, str] | None = None
 
     @property
     def activations(self) -> int:
@@ -103,8 +102,7 @@ KINDS: dict[str, Kind] = {
         slice=None,
         saved=0,
         kept=-1,
-        colours=("#0b4b49", "#4c827e"),
-        dark=("#82559d", "#8d7794"),
+        colours=("#82559d", "#8d7794"),
     ),
 }
 #: The letters of all kinds, in that order.

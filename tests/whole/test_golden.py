@@ -40,27 +40,13 @@ def test_drawings(golden: Golden):
     )
 
 
-def test_front_page(golden: Golden, tmp_path: Path):
-    """The picture of README.md, by the command that it names."""
+@pytest.mark.parametrize(("name", "width"), [("three", 800), ("three-phone", 390)])
+def test_front_page(golden: Golden, tmp_path: Path, name: str, width: int):
+    """The pictures of README.md, by the command that it names: for its column, and for a phone."""
     made = tmp_path / "three.svg"
-    assert (
-        main(
-            [
-                "draw",
-                "1F1B",
-                "ZBV",
-                "DualPipeV",
-                "--ranks",
-                "4",
-                "--microbatches",
-                "8",
-                "--out",
-                str(made),
-            ]
-        )
-        == 0
-    )
-    golden(ROOT / "docs" / "pictures" / "three.svg", made.read_text(encoding="utf-8"))
+    words = "draw 1F1B ZBV DualPipeV --ranks 4 --microbatches 8"
+    assert main([*words.split(), "--width", str(width), "--out", str(made)]) == 0
+    golden(ROOT / "docs" / "pictures" / f"{name}.svg", made.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import click
 
-from ...actions import progress, write_bytes
+from ...actions import counted, progress
 from ...errors import ScheduleError
 from ...generators import about_schedule
 from .. import pictures
@@ -87,9 +88,10 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([{"name": name, "about": about} for name, about in lines.items()])
         return
-    width = max(map(len, lines))
+    width = max(map(len, lines)) + 2
     for name, about in lines.items():
-        click.echo(f"{name:<{width}}  {about}".rstrip())
+        for line in wrap(f"{name:<{width}}{about}", 80, subsequent_indent=" " * width):
+            click.echo(line)
 
 
 @click.command()
@@ -107,9 +109,10 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 )
 @option(
     "-o --out FILE",
-    "Draw bubble against memory: .svg, .png, .pdf.",
-    type=options.ending_in(".svg", ".png", ".pdf"),
+    "Draw bubble against memory: .svg, .png, .pdf, .html.",
+    type=options.ending_in(".svg", ".png", ".pdf", ".html"),
 )
+@options.look_options
 @json_option
 def compare(
     ranks: int | None,
@@ -121,6 +124,7 @@ def compare(
     only: tuple[str, ...],
     out: str | None,
     as_json: bool,
+    look: pictures.Look,
 ) -> None:
     """Compare all schedules: bubble, time, memory, messages.
 
@@ -154,8 +158,8 @@ def compare(
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
     chosen = comparison.take(entries, memory or inf)
     if out is not None:
-        picture = pictures.frontier(comparison.points(entries), Path(out).suffix.lower())
-        write_bytes(out, picture)
+        title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}"
+        pictures.frontier(list(comparison.points(entries)), out, look, title, memory)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         taken = chosen and chosen.name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -40,16 +41,13 @@ from .options import option
     type=options.ending_in(*pictures.FORMATS),
     multiple=True,
 )
-@option(
-    "--width N",
-    "Columns of text, or pixels of a picture.  [default: the terminal's; or as needed]",
-)
+@options.look_options
 @option("--memory/--no-memory", "What ranks hold, below their lanes.", True)
 @option(
     "--difference",
     "Colour actions by how much earlier or later they end than in the first schedule.",
 )
-@option("--dark/--light", "The paper of pictures.  [default: the reader's, or light]")
+@option("--full", "All of a long steady state, of which still pictures leave the middle out.")
 @option("--color/--no-color", "Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...],
@@ -60,11 +58,11 @@ def draw(
     costs: str,
     per: str,
     out: tuple[str, ...],
-    width: int | None,
     memory: bool,
     difference: bool,
-    dark: bool | None,
+    full: bool,
     color: bool | None,
+    look: pictures.Look,
 ) -> None:
     """Draw schedules by name or from files; SCHEDULE is either.
 
@@ -93,13 +91,14 @@ def draw(
         by_stage = per == "stage" or (alone and price.counts)
         with options.as_usage_error():  # costs for another number of stages
             drawn.append(schedule.simulate(price if by_stage else per_share(price, schedule)))
-    look = pictures.Look(memory, difference, dark, width)
+    shown = replace(look, memory=memory, difference=difference, full=full)
     with progress("drawing"):
         for path in out:
-            pictures.save(drawn, path, look)
+            pictures.save(drawn, path, shown)
         if out:
             text = ""
         else:
+            width = None if look.width is None else int(look.width)
             text = pictures.draw(drawn, width=width, color=color, difference=difference)
     for path in out:
         click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")

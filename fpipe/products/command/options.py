@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from ...actions import Costs, progress, read_bytes
 from ...errors import ScheduleError
 from ...generators import is_path, read_schedule, schedule_from, schedule_in, schedule_names
 from ...schedule import Schedule
+from ..pictures import Look
 from ..pictures.labels import aligned
 from ..search.memory_limit import in_bytes
 
@@ -111,13 +113,50 @@ def number_of(text: str) -> float:
         raise click.BadParameter(message) from None
 
 
+def length_of(text: str) -> float:
+    """A length in pixels: a number of them, or with a unit, such as 3.4in or 86mm."""
+    number, unit = text.rstrip("ptxmcin"), text.lstrip("0123456789.")
+    try:
+        length = float(number) * {"": 1, "px": 1, "pt": 96 / 72, "in": 96, "mm": 96 / 25.4}[unit]
+    except (KeyError, ValueError):
+        length = 0.0
+    if not 1 <= length <= 1e5:
+        raise click.BadParameter(f"{text!r} is no width such as 390 (pixels), 3.4in, 240pt or 86mm")
+    return length
+
+
 #: The types of options by what stands for their values.
 TYPES = {
+    "WIDTH": length_of,
     "N": Count(),
     "FILE": click.Path(dir_okay=False),
     "DIR": click.Path(file_okay=False, path_type=Path),
     "LIMIT": number_of,
 }
+
+
+def look_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options that a command gets as one argument, a ``pictures.Look``."""
+
+    @option("--dark/--light", "The paper of pictures.  [default: the reader's, or light]")
+    @option(
+        "--width WIDTH",
+        "Of a picture, in pixels or as 3.4in, 240pt, 86mm; or columns of text.  [default: as "
+        "needed; or the terminal's]",
+    )
+    @option(
+        "--style screen|paper",
+        "paper: .svg, .png and .pdf for a column of a paper, without a header, with letters of 7 "
+        "pt or more.",
+        "screen",
+    )
+    @wraps(command)
+    def with_look(dark: bool | None, width: float | None, style: str, **others: object) -> None:
+        command(look=Look(dark=dark, width=width, paper=style == "paper"), **others)
+
+    return with_look
+
+
 json_option = option("as_json --json", "Print JSON.")
 ranks_option = option("-p --ranks N", "Ranks of the pipeline.  [default: 4]")
 microbatches_option = option("-m --microbatches N", "Microbatches.  [default: twice the ranks]")

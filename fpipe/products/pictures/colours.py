@@ -3,8 +3,8 @@
 causes of idle time.
 
 The hues were chosen so that any shade of one kind stays apart from any shade of another under
-protanopia, deuteranopia and tritanopia as well (a test measures it): amber and dark teal differ in
-lightness where their hues fall together. Every picture also writes letters, so that colour is never
+protanopia, deuteranopia and tritanopia as well (a test measures it). Work and memory have the same
+colours on light and on dark paper. Every picture also writes letters, so that colour is never
 the only sign.
 """
 
@@ -21,7 +21,7 @@ ink           #1d2733  #e6eaef
 faint         #5b6673  #a3aebb
 line          #d5dae1  #3a434e
 mark          #d6006c  #ff6fb1
-curve         #8a5cc4  #6fcf97
+curve         #1f9d6b  #1f9d6b
 message-line  #3d4a59  #c3ccd6
 warmup        #e9edf2  #222930
 tail          #c9d0da  #3b4550
@@ -66,7 +66,7 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     colours = {name: pair[dark] for name, pair in THEME.items()}
     for op in KINDS:
         for shade in range(shades):
-            colours[f"{op}{shade}"] = fill(op, shade, shades, dark)
+            colours[f"{op}{shade}"] = fill(op, shade, shades)
     same = colours["same"]
     for step in range(5):
         colours[f"t{4 - step}"] = mix(same, colours["earlier"], step / 4)
@@ -74,14 +74,13 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     return colours | {"t9": colours["other"]}
 
 
-def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
+def fill(op: str, shade: int = 0, shades: int = 1) -> str:
     """The colour of ``op`` in the chunk numbered ``shade`` of ``shades``.
 
     >>> fill("F"), fill("F", 1, 2)
     ('#4ba3f5', '#a3d2fa')
     """
-    kind = KINDS[op]
-    first, last = (dark and kind.dark) or kind.colours
+    first, last = KINDS[op].colours
     if shades == 1:
         return first
     reach = 0.75 if shades == 2 else 1.0  # two chunks need not go to the palest

@@ -110,6 +110,14 @@ def notes(scene: Scene) -> list[str]:
     return lines
 
 
+def left_out(scene: Scene) -> Iterator[str]:
+    """What is not drawn."""
+    if fold := scene.fold:
+        count = counted(fold.microbatches, "microbatch")
+        times = f"{number(fold.start)} to {time(fold.end, scene)}"
+        yield f"Not drawn: {count} of the steady state, from {times}; --full draws all."
+
+
 def units(scene: Scene) -> str:
     """What the numbers are: the units of time and memory, or what a stage takes of those of the
     cost model.
@@ -189,21 +197,12 @@ def tints(scene: Scene) -> Iterator[Entry]:
     """The colours of a scene that is compared with another one."""
     if not scene.against:
         return
-    used = {bar.colours[0] for bar in scene.bars}
-    shifts = [bar.shift for bar in scene.bars if bar.shift is not None]
-    earlier = -min(shifts, default=0.0)
-    later = max(shifts, default=0.0)
+    most = time(scene.most, scene)
     other = scene.against.name
-    meanings = {
-        "0123": f"ends earlier than in {other}, by up to {time(earlier, scene)}",
-        "4": f"as in {other}",
-        "5678": f"later, by up to {time(later, scene)}",
-        "9": f"not in {other}",
-    }
-    for digits, text in meanings.items():
-        colours = tuple(f"t{digit}" for digit in digits)
-        if used & set(colours):
-            yield colours, text
+    ramp = tuple(f"t{k}" for k in range(9))
+    yield ramp, f"ends {most} earlier than in {other}, as there, {most} later"
+    if any(bar.shift is None for bar in scene.bars):
+        yield ("t9",), f"not in {other}"
 
 
 def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
@@ -212,7 +211,7 @@ def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
     shades = 1 if dense else max(scene.shades for scene in plain)
     yield from kinds(plain, shades)
     if shades > 1:
-        yield (), "paler: a rank's other stages"
+        yield (), "paler: other stages"
     if dense:
         yield (), "height: share of the time"
     elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
@@ -223,7 +222,7 @@ def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
         if any(cause in scene.idle for scene in scenes):
             yield (cause,), f"idle: {text}"
     if has_curves(scenes, look):
-        yield ("curve",), "memory that the rank holds"
+        yield ("curve",), "memory held"
 
 
 # ---- names of actions ----

@@ -17,21 +17,32 @@ from typing import TYPE_CHECKING
 from ...actions import write_bytes
 from ...errors import FpipeError
 from . import html, svg, terminal, trace
+from .fold import shortened
 from .scene import Look, Scenes, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
+def _still(scenes: Scenes, look: Look, suffix: str) -> str | bytes:
+    """A still picture. Of a single long schedule it shows a part of the steady state."""
+    scenes = shortened(scenes, look)
+    if suffix == ".svg" and not look.paper:
+        return svg.paint(scenes, look)
+    return _figures().paint(scenes, look, suffix)
+
+
 _PAINTERS: dict[str, Callable[[Scenes, Look], str | bytes]] = {
-    ".svg": svg.paint,
-    ".png": lambda scenes, look: _plotting().paint(scenes, look, ".png"),
-    ".pdf": lambda scenes, look: _plotting().paint(scenes, look, ".pdf"),
+    ".svg": lambda scenes, look: _still(scenes, look, ".svg"),
+    ".png": lambda scenes, look: _still(scenes, look, ".png"),
+    ".pdf": lambda scenes, look: _still(scenes, look, ".pdf"),
     ".html": html.paint,
     ".json": trace.paint,
     ".txt": lambda scenes, look: terminal.paint(scenes),
 }
 #: the suffixes of pictures
 FORMATS = tuple(_PAINTERS)
+CELL = 1000.0  #: pixels of a cell of a notebook, about
 MOST_LINES = 400  #: of text that folds
 
 
@@ -80,7 +91,7 @@ def plot(
         FpipeError: if matplotlib is not installed, or no style has this name.
     """
     look = look or Look()
-    return _plotting().plot(scenes(timeline, look.difference), look, style, ax)
+    return _figures().plot(scenes(timeline, look.difference), look, style, ax)
 
 
 def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = None) -> None:
@@ -123,17 +134,26 @@ def write(
         ) from error
 
 
-def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> bytes:
-    """A ``.png`` or ``.pdf`` of bubble against memory.
+def frontier(
+    points: Sequence[tuple[str, float, float, bool]],
+    path: str | PathLike[str],
+    look: Look,
+    title: str,
+    limit: float | None = None,
+) -> None:
+    """Write bubble against memory as ``.svg``, ``.png``, ``.pdf`` or ``.html``.
 
-    A point is a name, a memory, a bubble, and whether no other one has less of both.
+    A point is a name, a memory, a bubble, and whether no other one has less of one and not more of
+    the other. ``limit`` is what a rank may hold.
     """
-    return _plotting().frontier(points, suffix)
+    paint = _figures("scatter").paint
+    kinds = (".svg", ".png", ".pdf", ".html")
+    write("picture", path, {s: lambda s=s: paint(points, look, s, title, limit) for s in kinds})
 
 
-def _plotting() -> ModuleType:
+def _figures(module: str = "plotting") -> ModuleType:
     try:
-        return import_module(".plotting", __package__)
+        return import_module(f".{module}", __package__)
     except ImportError as error:
         raise FpipeError(
             "figures, .png and .pdf need matplotlib: pip install fpipe[pictures], or write .svg"
@@ -157,8 +177,9 @@ def _colours() -> str:
 
 # ---- pieces of HTML for notebooks ----
 def figure(timeline: Timelines) -> str:
-    """A picture that scrolls sideways where the page is narrower."""
-    drawing = svg.paint(scenes(timeline), Look(), inline=True)
+    """A picture as wide as its cell, which scrolls sideways on a phone."""
+    look = Look(width=CELL)
+    drawing = svg.paint(shortened(scenes(timeline), look), look, inline=True)
     return f'<div style="overflow-x:auto">{drawing}</div>'
 
 

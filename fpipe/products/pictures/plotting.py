@@ -9,7 +9,6 @@ imported when it is needed.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from io import BytesIO
@@ -22,8 +21,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import PercentFormatter
-from matplotlib.transforms import Affine2D
+from matplotlib.transforms import Affine2D, Bbox
 
 from ...errors import FpipeError
 from . import labels
@@ -33,21 +31,26 @@ from .scene import Look, Points, Scene, Scenes, has_curves
 from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
 
 STYLES = ("paper", "light", "dark")
-PAPER_WIDTH = 560.0  #: of the axes in the style "paper": a page of a paper is about 7 inches wide
-HEADING, MARGIN = 70.0, 90.0  #: pixels above a scene, and beside the lanes
-COLUMN = 220.0  #: of the legend
+PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
+PAPER_LETTERS = 7 * 96 / 72  #: in pixels, the smallest that conferences accept
+HEADING, PAPER_HEADING = 70.0, 26.0  #: pixels above a scene
+LEFT, RIGHT = 48.0, 10.0  #: pixels beside the lanes
 LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib are
 
 
 def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     """The scenes as a ``.png`` or ``.pdf``."""
-    style = "dark" if look.dark else "light"
+    style = "paper" if look.paper else "dark" if look.dark else "light"
     figure = Figure()
     plot(scenes, look, style, new_axes(figure, scenes, look, style))
-    return figure_bytes(figure, suffix)
+    if not look.paper:
+        return figure_bytes(figure, suffix)
+    drawn = figure.get_tightbbox()
+    width = figure.get_figwidth()  # as wide as was asked for
+    return figure_bytes(figure, suffix, Bbox([[0, drawn.y0 - 0.02], [width, drawn.y1 + 0.02]]))
 
 
-def figure_bytes(figure: Figure, suffix: str) -> bytes:
+def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") -> bytes:
     """A figure as a file, the same bytes each time; a PDF contains its fonts."""
     file = BytesIO()
     dates = {".pdf": "CreationDate", ".svg": "Date"}
@@ -56,7 +59,7 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
         figure.savefig(
             file,
             format=suffix[1:],
-            bbox_inches="tight",
+            bbox_inches=box,
             pad_inches=0.15,
             dpi=192,
             metadata=undated,
@@ -67,17 +70,19 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
 def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
     """Axes as large as the scenes need, alone in a figure."""
     width, lane = natural_size(scenes)
-    if look.width:
-        width = max(look.width - MARGIN, 60.0)
     if style == "paper":
-        width = min(width, PAPER_WIDTH)
+        width = min(width, PAPER_WIDTH - LEFT - RIGHT)
+        lane = min(lane, 16)
+    if look.width:
+        width = max(look.width - LEFT - RIGHT, 60.0)
     pitch = frame(scenes, look, width, lane).pitch
-    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * HEADING
-    wide = width + MARGIN
+    above = PAPER_HEADING if style == "paper" else HEADING
+    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * above
+    wide = width + LEFT + RIGHT
     high = height + 2 * HEADING
     figure.set_size_inches(wide / 96, high / 96)
     figure.set_facecolor(palette(1, style == "dark")["paper"])
-    corner = 0.8 * MARGIN / wide, HEADING / high
+    corner = LEFT / wide, HEADING / high
     return figure.add_axes((*corner, width / wide, height / high))
 
 
@@ -95,38 +100,52 @@ def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = N
         axes = new_axes(pyplot.figure(), scenes, look, style)
     window = axes.get_window_extent()
     pixel = axes.figure.dpi / 96
-    width = window.width / pixel
-    height = window.height / pixel
-    pitch = (height - (len(scenes) - 1) * HEADING) / sum(len(scene.lanes) for scene in scenes)
+    width, height = window.width / pixel, window.height / pixel
+    for_paper = style == "paper"
+    above = PAPER_HEADING if for_paper else HEADING
+    pitch = (height - (len(scenes) - 1) * above) / sum(len(scene.lanes) for scene in scenes)
     curve = CURVE if has_curves(scenes, look) else 0.0
-    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS)
+    least = PAPER_LETTERS if for_paper else 6.5
+    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS, least)
+    font = 7 if for_paper else 8
     colours = palette(max(scene.shades for scene in scenes), style == "dark")
     ticks: dict[float, str] = {}
     y = 0.0
     for scene in scenes:
-        lines = [*wrapped(labels.title(scene), 13, width)]
-        lines += wrapped(labels.figures(scene), 13, width) if style != "paper" else []
-        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=9)
+        heading = [labels.title(scene), labels.figures(scene), *labels.left_out(scene)]
+        if for_paper:
+            heading = [scene.name] if len(scenes) > 1 else []
+        lines = "\n".join(line for text in heading for line in wrapped(text, 13, width))
+        axes.text(0, y - 8 / f.pitch, lines, color=colours["ink"], fontsize=font)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
         _draw(axes, scene, y, f, colours)
-        y += len(scene.lanes) + HEADING / f.pitch
+        y += len(scene.lanes) + above / f.pitch
     unit = scenes[0].timeline.unit
     axes.set(
         xlim=(0, width / f.scale),
-        ylim=(y - HEADING / f.pitch, 0),
+        ylim=(y - above / f.pitch, 0),
         xlabel=f"time in {unit}" if unit else "time",
         facecolor=colours["paper"],
         axisbelow=True,
     )
+    if scenes[0].fold:
+        _ticks(axes, scenes[0], labels.step_of(70 / f.scale))
     axes.set_yticks(list(ticks), list(ticks.values()))
-    axes.tick_params(length=0, labelsize=8, colors=colours["ink"])
-    axes.xaxis.label.set(color=colours["ink"], fontsize=8)
+    axes.tick_params(length=0, labelsize=font, colors=colours["ink"])
+    axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     axes.spines[:].set_visible(False)
     entries = labels.legend(scenes, look, all(map(f.is_dense, scenes)))
-    _legend(axes, entries, colours, (width, height))
+    _legend(axes, entries, colours, height, font)
     return axes
+
+
+def _ticks(axes: Axes, scene: Scene, step: float) -> None:
+    """The times beside what is not drawn."""
+    times = [k * step for k in range(int(scene.total / step + 1e-9) + 1)]
+    times = [time for time in times if not scene.is_hidden(time)]
+    axes.set_xticks(list(map(scene.place, times)), list(map(labels.number, times)))
 
 
 def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, str]) -> None:
@@ -135,7 +154,7 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
     """
 
     def place(time: float, height: float) -> tuple[float, float]:
-        return time, y + height / f.pitch
+        return scene.place(time), y + height / f.pitch
 
     boxes: list[Rect] = []
     names: list[Label] = []
@@ -197,56 +216,30 @@ def _legend(
     axes: Axes,
     entries: Iterable[labels.Entry],
     colours: Mapping[str, str],
-    size: tuple[float, float],
+    height: float,
+    font: float,
 ) -> None:
-    """The legend below the axis, in as many columns as fit."""
+    """The legend below the axis."""
     handles: list[tuple[Patch, ...]] = []
     texts: list[str] = []
     for keys, text in entries:
         handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
         texts.append(text)
-    axes.legend(
-        handles,
-        texts,
-        loc="upper left",
-        bbox_to_anchor=(0, -42 / size[1]),
-        borderaxespad=0,
-        borderpad=0,
-        ncols=max(int(size[0] // COLUMN), 1),
-        frameon=False,
-        fontsize=8,
-        labelcolor=colours["ink"],
-        handler_map={tuple: HandlerTuple(None, pad=0)},
-    )
-
-
-# ---- bubble against memory ----
-def frontier(points: Iterable[tuple[str, float, float, bool]], suffix: str) -> bytes:
-    """A ``.svg``, ``.png`` or ``.pdf`` of bubble against memory.
-
-    A point is a name, a memory, a bubble, and whether no other one has less of both.
-    """
-    names: defaultdict[tuple[float, float, bool], list[str]] = defaultdict(list)
-    for name, memory, bubble, is_best in points:
-        names[bubble, memory, is_best].append(name)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    colours = palette(1)
-    best = sorted((memory, bubble) for bubble, memory, is_best in names if is_best)
-    axes.plot(*zip(*best, strict=True), color=colours["curve"], lw=1)
-    for k, (bubble, memory, is_best) in enumerate(sorted(names)):
-        colour = colours["ink" if is_best else "faint"]
-        axes.plot(memory, bubble, "o", color=colour, ms=4)
-        axes.annotate(
-            ", ".join(names[bubble, memory, is_best]),
-            (memory, bubble),
-            (4, -9 if k % 2 else 3),  # neighbours of one height are not over one another
-            textcoords="offset points",
-            fontsize=7,
-            color=colour,
+    for columns in range(len(texts), 0, -1):  # as many as fit
+        legend = axes.legend(
+            handles,
+            texts,
+            loc="upper left",
+            bbox_to_anchor=(0, -42 / height),
+            borderaxespad=0,
+            borderpad=0,
+            ncols=columns,
+            columnspacing=1.2,
+            handlelength=1.5,
+            frameon=False,
+            fontsize=font,
+            labelcolor=colours["ink"],
+            handler_map={tuple: HandlerTuple(None, pad=0)},
         )
-    axes.set_title("bubble against memory", loc="left")
-    axes.set(xlabel="memory that a rank holds", ylabel="bubble")
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure_bytes(figure, suffix)
+        if legend.get_window_extent().width <= axes.get_window_extent().width:
+            break

@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from ...actions import KINDS, Action, AnyAction, Placement, Timeline, Wait
+from ...actions import KINDS, AnyAction, Placement, Timeline, Wait
 from ...errors import FpipeError
 
 #: cause of idle time -> its name in the legend
@@ -48,13 +48,16 @@ class Look:
     they end than there.
 
     ``dark`` is None for a picture that follows its reader, or light where a format cannot.
-    ``width`` is in pixels; by default it follows from the length of the timeline.
+    ``width`` is in pixels; by default it follows from the length of the timeline. ``paper`` is for
+    the column of a paper: no header, and letters of 7 points or more.
     """
 
     memory: bool = True
     difference: bool = False
     dark: bool | None = None
     width: float | None = None
+    paper: bool = False
+    full: bool = False  # the whole steady state, however long
 
 
 class Gap(NamedTuple):
@@ -77,6 +80,20 @@ class Bar(NamedTuple):
     shift: float | None = None  # how much later it ends than there
 
 
+class Fold(NamedTuple):
+    """A time that is not drawn, in which all ranks do the same again and again."""
+
+    start: float
+    end: float
+    microbatches: int  # how many are not drawn
+    gap: float  # the time whose space is left for it
+
+    def place(self, time: float) -> float:
+        """Where a time is drawn."""
+        left_out = min(max(time - self.start, 0.0), self.end - self.start)
+        return time - left_out * (1 - self.gap / (self.end - self.start))
+
+
 class Lane(NamedTuple):
     """A rank: its bars in order, its idle times, and its figures."""
 
@@ -95,6 +112,8 @@ class Scene:
     lanes: tuple[Lane, ...]
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
     against: Scene | None = None  # what it is compared with
+    fold: Fold | None = None
+    most: float = 0.0  # the greatest shift of all that are compared with that
 
     @property
     def name(self) -> str:
@@ -110,6 +129,19 @@ class Scene:
     def span(self) -> float:
         """The longest time between a rank's first start and its last end."""
         return self.timeline.span
+
+    @property
+    def length(self) -> float:
+        """Where the last end is drawn."""
+        return self.place(self.total)
+
+    def place(self, time: float) -> float:
+        """Where a time is drawn."""
+        return self.fold.place(time) if self.fold else time
+
+    def is_hidden(self, time: float) -> bool:
+        """Whether a time is not drawn."""
+        return bool(self.fold and self.fold.start < time < self.fold.end)
 
     @property
     def microbatches(self) -> int:
@@ -186,6 +218,8 @@ def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
     first, *rest = (_scene(_from_zero(timeline, unit, scale)) for timeline in drawn)
     if difference:
         rest = [_against(first, scene) for scene in rest]
+        most = max((abs(bar.shift or 0.0) for scene in rest for bar in scene.bars), default=0.0)
+        rest = [_tinted(scene, most) for scene in rest]
     return first, *rest
 
 
@@ -266,35 +300,53 @@ def _provides(bar: Bar, fact: str) -> bool:
 
 # ---- differences ----
 def _against(first: Scene, second: Scene) -> Scene:
-    """``second`` in the colours of how much earlier or later its actions end than in ``first``.
+    """``second`` with how much earlier or later its actions end than in ``first``.
 
     An action is compared with the one that provides the same there: B with W, and I and W with B,
-    if the other timeline has only those.
+    if the other timeline has only those. Where the other one has another number of stages, it is
+    compared with the time at which the same layers are done there, if the layers of a stage take
+    equal times.
     """
-
-    def key(part: Action, fact: str) -> tuple[str, int, int, int]:
-        return fact, part.stage, part.whole, part.slice
-
-    ends = {
-        key(part, fact): bar.end
+    count, counted = first.timeline.placement.stages, second.timeline.placement.stages
+    spans = {
+        (fact, part.stage, part.whole, part.slice): bar
         for bar in first.bars
         for part in bar.action.parts
         for fact in KINDS[part.op].provides
     }
 
-    def shift(bar: Bar) -> float | None:
-        part = bar.action.parts[0]
-        end = ends.get(key(part, KINDS[part.op].provides[-1]))
-        return None if end is None else bar.end - end
-
-    most = max((abs(shift(bar) or 0.0) for bar in second.bars), default=0.0)
-
     def compared(bar: Bar) -> Bar:
-        colour = f"t{tint(shift(bar), most)}"
-        return bar._replace(colours=(colour,) * len(bar.kinds), shift=shift(bar))
+        part = bar.action.parts[0]
+        fact = KINDS[part.op].provides[-1]
+        if fact == "F":  # ends with its last layer
+            done = (part.stage + 1) * count
+            stage = (done - 1) // counted
+            share = done / counted - stage
+        else:  # ends with its first layer
+            done = part.stage * count
+            stage = done // counted
+            share = stage + 1 - done / counted
+        there = spans.get((fact, stage, part.whole, part.slice))
+        if there is None:
+            return bar
+        return bar._replace(shift=bar.end - there.start - share * (there.end - there.start))
 
     lanes = [lane._replace(bars=tuple(map(compared, lane.bars))) for lane in second.lanes]
     return replace(second, lanes=tuple(lanes), against=first)
+
+
+def _tinted(scene: Scene, most: float) -> Scene:
+    """The scene in the colours of its shifts, of which the greatest of all scenes is ``most``."""
+    lanes = [
+        lane._replace(
+            bars=tuple(
+                bar._replace(colours=(f"t{tint(bar.shift, most)}",) * len(bar.kinds))
+                for bar in lane.bars
+            )
+        )
+        for lane in scene.lanes
+    ]
+    return replace(scene, lanes=tuple(lanes), most=most)
 
 
 def tint(shift: float | None, most: float) -> int:

@@ -24,7 +24,7 @@ from .scene import CAUSES, Lane, Look, Points, Scene, Scenes, has_curves
 GAP = 4.0  # between lanes
 CURVE = 0.45  # the height of a memory curve, in lanes
 CELL, NARROWEST, WIDEST = 26, 560, 2200  # of a short bar, if space allows; of all bars together
-TIGHT, WIDER = 15, 4200  # the same for long schedules
+TIGHT, WIDER = 15, 2600  # the same for long schedules
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
 LEAST = 6.0  # the least width of a piece
@@ -84,6 +84,8 @@ class Frame(NamedTuple):
     size: float  # of letters in bars
     letters: float  # how much wider letters are than those of ``text_width``
     hints: bool
+    least: float  # size of letters
+    named: float  # the least width of bars with names
 
     @property
     def pitch(self) -> float:
@@ -101,26 +103,29 @@ def frame(
     width: float,
     lane: float,
     letters: float = 1.0,
+    least: float = 6.5,
 ) -> Frame:
     """The measures for lanes of so many pixels."""
-    scale = width / (max(scene.total for scene in scenes) or 1.0)
+    scale = width / (max(scene.length for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
     space = min(scene.cell for scene in scenes) * scale - 3
+    named = 0.0
     for detail in (3, 2, 1):  # the fullest names that fit into a short bar
         longest = max(0.5, *(widest_name(scene, detail) for scene in scenes))
         size = min(space / longest / letters, 12.0)
-        if size >= (9.5 if detail > 1 else 7.5):
+        if size >= (9.5 if detail > 1 else max(least, 7.5)):
             break
     else:
-        detail = 0
-        size = 0.0
+        detail = 1
+        size = max(least, 7.5)
+        named = 1.5 * scale * min(scene.cell for scene in scenes)
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
-    return Frame(scale, lane, curve, detail, size, letters, hints)
+    return Frame(scale, lane, curve, detail, size, letters, hints, least, named)
 
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
-    cells = max(scene.total for scene in scenes) / min(scene.cell for scene in scenes)
+    cells = max(scene.length for scene in scenes) / min(scene.cell for scene in scenes)
     wide = max(min(cells * CELL, WIDEST), NARROWEST)
     if cells * TIGHT <= WIDER:
         wide = max(wide, cells * TIGHT)
@@ -141,6 +146,7 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
             foot = y + f.lane + f.curve
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
             curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
+            curve = _around_fold(curve, scene)
             tops = [(time, foot - height * max(held, 0)) for time, held in curve]
             yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
 
@@ -155,23 +161,50 @@ def envelope(curve: Points, length: float) -> Points:
     return [(at * length, max(amount for _, amount in group)) for at, group in groups]
 
 
+def _around_fold(curve: Points, scene: Scene) -> Points:
+    """A curve that is 0 in the time that is not drawn."""
+    if not (fold := scene.fold):
+        return curve
+    before = [point for point in curve if point[0] < fold.start]
+    after = [point for point in curve if point[0] > fold.end]
+    held = next((held for time, held in reversed(curve) if time <= fold.end), 0.0)
+    return [*before, (fold.start, 0.0), (fold.end, held), *after]
+
+
+def _visible(start: float, end: float, scene: Scene) -> tuple[float, float]:
+    """The part of an interval that is drawn; of one that is not drawn the end is its start."""
+    if not (fold := scene.fold) or end <= fold.start or start >= fold.end:
+        return start, end
+    if start < fold.start:
+        return start, fold.start
+    return (fold.end, end) if end > fold.end else (start, start)
+
+
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
     for gap in lane.gaps:
         hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
-        yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
+        start, end = _visible(gap.start, gap.end, scene)
+        if start < end:
+            yield Rect(start, end, y, f.lane, gap.cause, hint if f.hints else "")
+    if fold := scene.fold:
+        middle = (fold.start + fold.end) / 2
+        yield Label(middle, y + f.lane / 2, "\u2026", 14, "paper", fold.gap * f.scale)
     for bar in lane.bars:
-        wide = (bar.end - bar.start) * f.scale
+        start, end = _visible(bar.start, bar.end, scene)
+        if start == end != bar.end:
+            continue
+        wide = (end - start) * f.scale
         height = f.lane / len(bar.kinds)
         size = min(f.size, height - 2)
         inset = min(0.5, wide / 8)
         hint = labels.hint(bar, scene) if f.hints else ""
         top = y
         for part, colour in zip(bar.action.parts, bar.colours, strict=True):
-            yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
+            yield Rect(start, end, top, height, colour, hint, inset)
             label = name(part, f.detail)
-            if label and size >= 6.5 and f.letters * text_width(label, size) <= wide:
-                middle = (bar.start + bar.end) / 2
-                yield Label(middle, top + height / 2, label, size, colour, wide - 2)
+            room = f.letters * text_width(label, size) <= wide - 2
+            if size >= f.least and room and wide >= f.named:
+                yield Label((start + end) / 2, top + height / 2, label, size, colour, wide - 2)
             top += height
 
 

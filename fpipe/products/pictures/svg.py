@@ -25,6 +25,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 EDGE = 24  # around the page
 PHONE = 700  # pages narrower than this have short labels beside the lanes
 SWATCH = 16  # of the legend
+WIDER = 1.15  # letters of a reader's typeface than those of `text_width`, at most
 
 
 class _Sheet(NamedTuple):
@@ -37,9 +38,9 @@ class _Sheet(NamedTuple):
     width: float  # of the lanes
     right: float  # of the page
 
-    def x(self, time: float) -> float:
+    def x(self, time: float, scene: Scene) -> float:
         """Where a time is."""
-        return self.left + time * self.frame.scale
+        return self.left + scene.place(time) * self.frame.scale
 
 
 def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
@@ -51,7 +52,9 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     size = f'width="{sheet.right:g}" height="{height:g}"'
     body = "\n".join([f'<rect class="paper" {size} rx="8"/>', *elements, "</svg>", ""])
     number = "fp" + sha256(f"{look.dark}{body}".encode()).hexdigest()[:12]
-    place = f'id="{number}"' if inline else 'style="max-width:100%;height:auto"'
+    place = 'style="max-width:100%;height:auto"'
+    if inline:
+        place = f'id="{number}" style="width:100%;min-width:600px;height:auto"'
     shades = max(scene.shades for scene in scenes)
     scope = f"#{number} " if inline else ""
     style = "".join(_style(body, shades, look.dark, scope))
@@ -70,14 +73,15 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     y: float = EDGE
     for scene in scenes:
         lines = [(labels.title(scene), 17, 20, "ink b")]
-        lines += [(note, 12.5, 17, "faint") for note in labels.notes(scene)]
+        notes = [*labels.notes(scene), *labels.left_out(scene)]
+        lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
-            for line in wrapped(content, size, sheet.right - sheet.margin - 12):
+            for line in wrapped(content, WIDER * size, sheet.right - sheet.margin - 12):
                 elements.append(text(sheet.margin, y + 14, line, size, kind))
                 y += height
         y += 30
         elements += _axis(end, scene, sheet, y)
-        elements += (_element(shape, sheet, y) for shape in shapes(scene, sheet.frame))
+        elements += (_element(shape, scene, sheet, y) for shape in shapes(scene, sheet.frame))
         y += len(scene.lanes) * sheet.frame.pitch - GAP + 22
     legend, y = _legend(scenes, look, sheet, y)
     return elements + legend, y + EDGE - 8
@@ -91,7 +95,7 @@ def _sheet(scenes: Scenes, look: Look) -> _Sheet:
     beside = 12.0
     if not short:
         figures = [labels.figures_of(lane, scene) for scene in scenes for lane in scene.lanes]
-        beside = 24 + max(text_width(figure, 11) for figure in figures)
+        beside = 24 + WIDER * max(text_width(figure, 11) for figure in figures)
     width, lane = natural_size(scenes)
     if look.width is not None:
         width = max(look.width - left - beside, 60.0)
@@ -105,7 +109,9 @@ def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
     step = labels.step_of((45 if sheet.short else 70) / f.scale)
     height = len(scene.lanes) * f.pitch - GAP + 10
     for tick in range(int(end / step + 1e-9) + 1):
-        x = sheet.x(tick * step)
+        x = sheet.x(tick * step, scene)
+        if scene.is_hidden(tick * step):
+            continue
         label = labels.number(tick * step) if tick else labels.time(0, scene)
         yield rect(x - 0.5, y - 5, 1, height, "line")
         yield text(x, y - 9, label, 10.5, "faint m")
@@ -118,19 +124,19 @@ def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
             yield text(sheet.left + sheet.width + 10, foot, figures, 11, "faint")
 
 
-def _element(shape: Shape, sheet: _Sheet, y: float) -> str:
+def _element(shape: Shape, scene: Scene, sheet: _Sheet, y: float) -> str:
     if isinstance(shape, Rect):
-        x = sheet.x(shape.start) + shape.inset
-        wide = (shape.end - shape.start) * sheet.frame.scale - 2 * shape.inset
+        x = sheet.x(shape.start, scene) + shape.inset
+        wide = sheet.x(shape.end, scene) - x - shape.inset
         return rect(x, y + shape.y, wide, shape.height, shape.colour, shape.hint)
     if isinstance(shape, Label):
         foot = y + shape.y + 0.36 * shape.size
         kind = f"{shape.colour}t m"
-        return text(sheet.x(shape.time), foot, shape.text, shape.size, kind, shape.space)
+        return text(sheet.x(shape.time, scene), foot, shape.text, shape.size, kind, shape.space)
     outline = ""
     last = None
     for time, height in shape.points:
-        x = sheet.x(time)
+        x = sheet.x(time, scene)
         foot = y + height
         if last is None:
             outline = f"M{x:g} {foot:g}"
@@ -148,7 +154,7 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     dense = all(map(sheet.frame.is_dense, scenes))
     for colours, content in labels.legend(scenes, look, dense):
         swatches = SWATCH * len(colours) + 7 if colours else 0
-        wide = swatches + 1.1 * text_width(content, 12)
+        wide = swatches + WIDER * text_width(content, 12)
         if x > first and x + wide > sheet.right - 5:
             x = first
             y = y + 22

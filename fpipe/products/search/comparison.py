@@ -118,9 +118,9 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     decorates it.
 
     >>> print(*table(compare(4, 8)[0][:3:2]), sep="\\n")
-    schedule       stages  bubble   total   span   memory   weights   messages
-    ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
-    ZB2P                4   0.00%      27     24        8        1x         48*
+    schedule      stages bubble  total  span  memory  weights  messages
+    ZBVZeroBubble      8  0.00%   25.5*   24       4*      1x        96
+    ZB2P               4  0.00%     27    24       8       1x        48*
     """
     columns: dict[str, Callable[[float], str]] = {
         "bubble": lambda share: f"{100 * share:.2f}%",
@@ -137,7 +137,7 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     stages = ["stages", *(f"{entry.stages:>6}" for entry in entries)]
     shown = [_column(entries, field, show, best) for field, show in columns.items()]
     for row in zip(names, stages, *shown, strict=True):
-        yield "  ".join(row).rstrip()
+        yield " ".join(row).rstrip()
 
 
 def _column(

@@ -319,8 +319,9 @@ def test_an_interrupt_ends_with_130(
 
 
 # ---- names and the table ----
-def test_names_have_a_line_each(capsys: pytest.CaptureFixture[str]):
-    lines = printed(capsys, "names").splitlines()
+def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, "names")
+    lines = re.sub(r"\n +", " ", text).splitlines()  # what is longer than 80 columns goes on
     assert [line.split()[0] for line in lines] == list(schedule_names())
     assert all(len(line.split()) > 3 and "`" not in line for line in lines)
 
@@ -406,6 +407,7 @@ METAVARS = {
     "HOST:PORT",
     "ARGUMENT",
     "RATE",
+    "WIDTH",
     "PERCENT",
     "N,N",
 }
@@ -498,12 +500,36 @@ def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_p
     assert "take VHalf: bubble 9.43%, span 26.5, holds 3" in out
     drawn = ElementTree.parse(picture).getroot()
     labels = [label.text or "" for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "VMin" in labels and "bubble against memory" in labels
-    for name, start in (("frontier.png", b"\x89PNG"), ("frontier.pdf", b"%PDF")):
+    assert "VMin" in labels and "Bubble against memory: 4 ranks, 8 microbatches" in labels
+    assert " a rank may hold 3" in labels
+    for name, start in (
+        ("frontier.png", b"\x89PNG"),
+        ("frontier.pdf", b"%PDF"),
+        ("a.html", b"<!doc"),
+    ):
         printed(capsys, "compare", "-p", "4", "-m", "8", "--out", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(start)
     found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
     assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
+
+
+@pytest.mark.parametrize("words", ["names", "compare -p 8 -m 24"])
+def test_lists_fit_80_columns(capsys: pytest.CaptureFixture[str], words: str):
+    assert max(map(len, printed(capsys, *words.split()).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("width", "points"), [("3.4in", 244.8), ("86mm", 243.8), ("240pt", 240), ("390", 292.5)]
+)
+def test_a_picture_for_a_paper_has_the_width_that_was_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, width: str, points: float
+):
+    path = str(tmp_path / "a.pdf")
+    words = ["-p", "2", "-m", "2", "--style", "paper", "--width", width, "--out", path]
+    for command in (["draw", "1F1B"], ["compare"]):
+        printed(capsys, *command, *words)
+        (box,) = re.findall(rb"/MediaBox \[ ([^\]]*) \]", Path(path).read_bytes())
+        assert float(box.split()[2]) == pytest.approx(points, abs=0.1)
 
 
 def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path):

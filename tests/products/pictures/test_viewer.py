@@ -323,11 +323,11 @@ def test_the_legend_names_shades_idle_time_and_lines(view: Open):
         "forward",
         "input gradient",
         "weight gradient",
-        "paler: a rank's other stages",
+        "paler: other stages",
         "idle: warm-up",
         "idle: message on the way",
         "idle: tail",
-        "memory that the rank holds",
+        "memory held",
     ):
         assert word in text
     assert "critical path" not in text
@@ -359,7 +359,7 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     page.wait_for_function("!!window.fpipe")
     legend, figures = page.inner_text("#legend"), page.inner_text("#figures")
     page.close()
-    assert "ends earlier than in 1F1B, by up to 7" in legend
+    assert "ends 7 earlier than in 1F1B, as there, 7 later" in legend
     assert "forward" in legend and "input gradient" not in legend
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
@@ -436,3 +436,14 @@ def test_a_hundred_thousand_actions_stay_fluent(view: Open):
 def test_a_timeline_of_one_action_can_be_viewed(view: Open):
     page = view(Timeline.measured([(0, Action(0, "F", 0), 0.0, 0.002)], name="one", unit="s"))
     assert "start 0 ms, end 2 ms" in hover(page, "0F0")
+
+
+def test_on_a_phone_the_legend_and_the_notes_fold(view: Open):
+    page = view(make_schedule("1F1B", 4, 8).simulate())
+    shown = lambda: [page.locator(where).first.is_visible() for where in ("#legend", "#figures p")]
+    assert shown() == [True, True] and not page.locator("#more").is_visible()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert shown() == [False, False]
+    page.click("#more")
+    assert shown() == [True, True]
+    assert page.get_attribute("#more", "aria-expanded") == "true"

@@ -328,6 +328,11 @@ function head() {
   pressed();
 }
 
+$("more").addEventListener("click", () => {
+  $("more").setAttribute("aria-expanded", document.body.classList.toggle("more"));
+  paintNow();
+});
+
 // Swatches with a word: kinds of work with their shades, causes of idle time, curves and lines that are shown.
 function legend() {
   const {scenes} = state, items = [];
@@ -351,7 +356,7 @@ function legend() {
     const entries = scene.palette.filter((entry) => entry.key[0] === op).map(paintOf);
     swatch(entries.map(({colour, ink}, k) => [colour, ink, k ? "" : op]), "", WORDS[op]);
   }
-  if (shades > 1) items.push(element("span", "paler: a rank's other stages"));
+  if (shades > 1) items.push(element("span", "paler: other stages"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   for (const scene of scenes) {
     for (const [tints, word] of scene.tints ?? []) swatch(tints.map((tint) => [shadeOf(scene, tint), "", ""]), "", word);
@@ -359,7 +364,7 @@ function legend() {
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
   }
-  if (state.memory && scenes.some((scene) => scene.lanes.some((lane) => lane.held.length))) swatch([[theme.curve, "", ""]], "line", "memory that the rank holds");
+  if (state.memory && scenes.some((scene) => scene.lanes.some((lane) => lane.held.length))) swatch([[theme.curve, "", ""]], "line", "memory held");
   if (state.critical) swatch([[theme.mark, "", ""]], "line", "critical path");
   if (state.messages) swatch([[theme["message-line"], "", ""]], "line", "message");
   $("legend").replaceChildren(...items);

@@ -1,0 +1,81 @@
+"""Bubble against memory: names that can be read, axes with units, dark paper, all formats."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from fpipe.products import pictures
+from fpipe.products.pictures import Look, colours, scatter
+from fpipe.products.search.comparison import compare, points
+
+TITLE = "Bubble against memory: 8 ranks, 24 microbatches"
+POINTS = list(points(compare(8, 24)[0]))
+
+
+@pytest.fixture
+def figure(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are written."""
+    written: list[Figure] = []
+    write = scatter.figure_bytes
+
+    def keep(figure: Figure, *arguments: object) -> bytes:
+        written.append(figure)
+        return write(figure, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scatter, "figure_bytes", keep)
+    return written
+
+
+@pytest.mark.parametrize("width", [326.4, 400, 768, 1600])
+@pytest.mark.parametrize("limit", [None, 6.0])
+def test_names_are_over_no_other_name_no_point_and_no_line(
+    figure: list[Figure], width: float, limit: float | None
+):
+    scatter.paint(POINTS, Look(width=width, paper=width < 350), ".png", TITLE, limit)
+    (axes,) = figure[0].axes
+    figure[0].draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    named = {name for text in axes.texts for name in text.get_text().replace(",", " ").split()}
+    assert named >= {name for name, *_ in POINTS}
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    at = axes.transData.transform([(memory, bubble) for _, memory, bubble, _ in POINTS])
+    assert not [box for box, place in product(boxes, at) if box.padded(2).contains(*place)]
+    assert all(figure[0].bbox.contains(*corner) for box in boxes for corner in (box.min, box.max))
+    stairs = axes.transData.transform(axes.lines[0].get_xydata())
+    ends = list(pairwise(stairs))
+    steps = [(a + k / 50 * (b - a)) for a, b in ends for k in range(51)]
+    assert not [box for box, place in product(boxes, steps) if box.contains(*place)]
+
+
+def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure]):
+    scatter.paint(POINTS, Look(), ".svg", TITLE, None)
+    (axes,) = figure[0].axes
+    assert axes.get_xlabel().endswith("in microbatches of its share of the model")
+    assert axes.yaxis.get_major_formatter()(0.15) == "15%"
+    assert axes.get_title("left") == f"{TITLE}\n{scatter.ABOUT}"
+    heavy = [(name, memory * 3e9, bubble, best) for name, memory, bubble, best in POINTS]
+    scatter.paint(heavy, Look(paper=True), ".svg", TITLE, 30e9)
+    (axes,) = figure[1].axes
+    assert axes.get_xlabel().endswith("in GiB") and axes.get_title("left") == ""
+    assert {text.get_fontsize() for text in axes.texts} == {7.0}
+    assert max(axes.get_xlim()) == pytest.approx(1.06 * 24 * 3e9 / 2**30)
+
+
+def test_it_follows_its_reader_or_is_dark(tmp_path: Path):
+    light, dark = (colours.THEME["ink"], colours.THEME["paper"])
+    write = lambda name, look: pictures.frontier(POINTS, tmp_path / name, look, TITLE)
+    write("both.svg", Look())
+    text = (tmp_path / "both.svg").read_text()
+    assert f'[style*="fill: {light[0]}"]{{fill:{light[1]}!important}}' in text
+    assert "prefers-color-scheme:dark" in text and "<text" in text
+    write("dark.svg", Look(dark=True))
+    text = (tmp_path / "dark.svg").read_text()
+    assert "prefers-color-scheme" not in text and dark[1] in text and light[0] not in text
+    write("a.html", Look())
+    page = (tmp_path / "a.html").read_text()
+    assert page.startswith("<!doctype html>") and page.count("<svg") == 1
+    assert "prefers-color-scheme:dark" in page
