@@ -107,11 +107,6 @@ class Scene:
         return self.timeline.total
 
     @property
-    def span(self) -> float:
-        """The longest time between a rank's first start and its last end."""
-        return self.timeline.span
-
-    @property
     def microbatches(self) -> int:
         """The number of microbatches."""
         return self.timeline.microbatches // self.timeline.slices

@@ -419,6 +419,10 @@ def test_stages_that_save_nothing_fit_in_any_memory() -> None:
 def test_what_a_user_gets_wrong_is_named() -> None:
     for error, call in {
         "rank 0 holds 2 for one microbatch": lambda: quick(Costs(), 2, 4, "V", memory=1),
+        "'60GB' is in bytes, but saved=1.0 counts": lambda: quick(Costs(), 2, 4, memory="60GB"),
+        r"'9 kB' is in bytes, but saved=\(2.0, 1.0\)": lambda: quick(
+            Costs(saved=[2, 1]), 2, 4, "replicated", memory=[9, "9 kB"]
+        ),
         "memory='lots' is no limit": lambda: quick(Costs(), 2, 4, memory="lots"),
         "memory has 1 limits, but there are 2 ranks": lambda: quick(Costs(), 2, 4, memory=[3]),
         "3 stages cannot be placed evenly on 2 ranks": lambda: quick(Costs(F=[1, 2, 3]), 2, 4),
