@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import pytest
@@ -410,6 +411,40 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None
         assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
     monkeypatch.setattr(starts, "_named", interrupted)
     assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
+
+
+EQUAL_WORK = [
+    (2, 6, 3, Costs(F=2, I=1, W=0.6, comm=0.1, saved=2)),
+    (6, 12, 18, Costs(F=2, I=2.4, W=2, comm=1, saved=2)),
+    (6, 18, None, Costs(F=2, I=2.4, W=2, comm=3, saved=2)),
+    (4, 8, 6, Costs(F=2, I=2, W=1.4, comm=0.1, saved=2)),
+    (4, 5, 8, Costs(F=[1.2, 0.9, 1.2, 1, 1.6, 1, 1.8, 0.6], I=1.1, W=1.3)),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "memory", "costs"), EQUAL_WORK)
+def test_any_placement_is_as_good_as_each(
+    p: int, m: int, memory: float | None, costs: Costs
+) -> None:
+    """Only the placement of the best start was improved, and "one" had no named schedules."""
+    within = partial(solve, costs, p, m, per="rank", memory=memory, time_limit=0, progress=False)
+    found = within().timeline.span
+    for placement in ("one", "loop", "V"):
+        assert found <= within(placement, stages=2 * p).timeline.span * (1 + 1e-9), placement
+    if not costs.counts:
+        assert found <= within("one").timeline.span * (1 + 1e-9), "one stage a rank"
+
+
+def test_every_placement_of_a_large_problem_gets_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 ranks and 256 microbatches with "any" took ten times as long as with "V": the first
+    placement took all of the time.
+    """
+    monkeypatch.setattr("fpipe.products.search.problem._LARGE", 0)
+    spans = [
+        quick(Costs(), 4, 16, placement, time_limit=0).timeline.span
+        for placement in ("any", "one", "loop", "V")
+    ]
+    assert spans[0] == min(spans) == 96
 
 
 def test_stages_that_save_nothing_fit_in_any_memory() -> None:
