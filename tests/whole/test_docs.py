@@ -198,7 +198,7 @@ def test_figures_of_readme_are_those_of_its_picture():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     printed = re.findall(r"^(\w+): loss [\d.]+, total ([\d.]+), bubble ([\d.]+)%$", text, re.M)
     drawn = (ROOT / "docs/pictures/three.svg").read_text(encoding="utf-8")
-    figures = re.findall(r">total ([\d.]+), span [\d.]+, bubble ([\d.]+)%, peak", drawn)
+    figures = re.findall(r">total ([\d.]+), bubble ([\d.]+)%, peak", drawn)
     assert [name for name, *_ in printed] == ["ZBV", "DualPipeV"]
     assert [tuple(row) for _, *row in printed] == figures[1:]  # the first one is 1F1B
 
