@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 from math import inf
 from random import Random
+from typing import TypeAlias
 
 from ... import Action, Costs, Fused, Schedule
 from ...actions import AnyAction, Row, plain
@@ -23,6 +24,8 @@ from .memory_limit import is_within
 from .problem import ALMOST, Problem
 from .starts import starts
 
+#: span, total and the most that a rank holds: what is less, the first first, is better
+Figures: TypeAlias = tuple[float, float, float]
 _DESCENT = 300_000  #: moves of the descent times actions: less than a tenth of a second
 _COLD = 0.99  #: the share of the time at which annealing is a descent
 
@@ -33,8 +36,9 @@ def search(
     costs: Costs,
     share: Callable[[], float],
     seed: int,
-) -> Iterator[tuple[float, Schedule]]:
-    """Schedules with their spans, until ``share()``, the share of the time that has passed, is 1.
+) -> Iterator[tuple[Figures, Schedule]]:
+    """Schedules with their figures, until ``share()``, the share of the time that has passed, is 1.
+    Each placement comes to its bound, since of equal spans the total and the memory count.
 
     They are not in order, since the caller may stop at any time and take the best so far.
     """
@@ -43,10 +47,12 @@ def search(
     for place, (problem, bound) in enumerate(zip(problems, bounds, strict=True), 1):
         until = place / len(problems)
         for variant in _variants(problem, costs):
-            if span <= bound * ALMOST:
+            if span * ALMOST < bound or (
+                problem.path in best and best[problem.path][1].span <= bound * ALMOST
+            ):
                 break
             for filled in starts(variant, bound, lambda until=until: share() >= until):
-                yield from _schedules(variant, filled, costs, filled.span < span)
+                yield from _schedules(variant, filled, costs, filled.span <= span * ALMOST)
                 span = min(span, filled.span)
                 if problem.path not in best or filled.span < best[problem.path][1].span:
                     best[problem.path] = variant, filled
@@ -103,7 +109,7 @@ def _schedules(
     filled: Filled,
     costs: Costs,
     plain: bool = True,
-) -> Iterator[tuple[float, Schedule]]:
+) -> Iterator[tuple[Figures, Schedule]]:
     """A solution as a schedule, where that is wanted, and with whole and fused backwards; without
     those that do not fit in memory or whose ranks block each other.
     """
@@ -117,7 +123,8 @@ def _schedules(
         except ScheduleError:
             continue
         if is_within(problem.limit, timeline):
-            yield timeline.span, candidate
+            figures = round(timeline.span, 9), round(timeline.total, 9), max(timeline.peak_bytes)
+            yield figures, candidate
 
 
 def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:

@@ -20,7 +20,7 @@ from .bounds import Bound, lower_bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST, Problem
 from .replicate import solve_replicated
-from .search import search
+from .search import Figures, search
 
 Kind: TypeAlias = Literal["one", "loop", "V", "any", "replicated"]
 
@@ -157,27 +157,25 @@ def _best(
     progress: bool,
     seed: int,
 ) -> Schedule:
-    """The best that the search finds; it ends where one has the least bound."""
+    """The best that the search finds, without more time where one has the least bound."""
     begin = monotonic()
     bound = min(bounds)
-    best: tuple[float, Schedule] | None = None
+    best: tuple[Figures, Schedule] | None = None
 
     def share() -> float:
-        if time_limit > 0:
+        if time_limit > 0 and (best is None or best[0][0] > bound * ALMOST):
             return (monotonic() - begin) / time_limit
         return 1.0
 
     def note() -> str:
         if best is None or bound <= 0:
             return "solving"
-        return f"solving: at most {best[0] / bound - 1:.2%} above the best"
+        return f"solving: at most {best[0][0] / bound - 1:.2%} above the best"
 
     with progress_line(note) if progress else nullcontext():
         try:
             for found in search(problems, bounds, costs, share, seed):
                 best = min(best or found, found, key=itemgetter(0))
-                if best[0] <= bound * ALMOST:
-                    break
         except KeyboardInterrupt:
             if best is None:
                 raise

@@ -444,6 +444,17 @@ def test_any_placement_is_as_good_as_each(
         assert found <= within("one").timeline.span * (1 + 1e-9), "one stage a rank"
 
 
+def test_of_equal_spans_the_shortest_total_is_taken() -> None:
+    """All placements have no bubble here; the first one ended at 27, and was returned."""
+    found = {
+        placement: solve(Costs(), 4, 8, placement, per="rank", progress=False).timeline
+        for placement in ("any", "one", "loop", "V")
+    }
+    assert {t.span for t in found.values()} == {24} and found["one"].total == 27
+    least = min((t.total, max(t.peak_bytes)) for t in found.values())
+    assert (found["any"].total, max(found["any"].peak_bytes)) == least
+
+
 def test_every_placement_of_a_large_problem_gets_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 ranks and 256 microbatches with "any" had ten times the span of "V": the first
     placement took all of the time.
