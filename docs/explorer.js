@@ -141,7 +141,7 @@ function sceneOf(name, microbatches, order, costs) {
   const takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
   return finish({
     label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "",
-    figures: [["total", number(total)], ["span", number(span)], ["bubble", percent(Math.max(bubble, 0))], ["peak", number(peak)]],
+    figures: [["total", number(total)], ["bubble", percent(Math.max(bubble, 0))], ["peak", number(peak)]],
     notes: ["", `${each === 1 ? "The stage" : `Each of the ${number(each)} stages`} of a rank takes ${takes}. Memory in microbatches: F adds ${number(part)}.`],
     microbatches, cell: lengths[Math.floor(lengths.length / 20)] || 1, longest: [0.68 * widest, 0.68 * (widest - 1)], palette,
   });

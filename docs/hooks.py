@@ -25,7 +25,6 @@ import published  # noqa: E402
 
 import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue, orders_slices  # noqa: E402
-from fpipe.products.search.comparison import per_share  # noqa: E402
 
 # ---- pages of files outside of docs/ ----
 #: page -> the file that it shows
@@ -229,10 +228,10 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         "",
         f"All pictures are drawn by `fpipe draw` for {P} ranks and {M} microbatches. F, I and W "
         "of all stages of a",
-        "rank together cost 1 each, and B = I + W. *Total* is the makespan of all ranks. *Span* "
-        "is the longest time",
-        "from the first start to the last end of a rank. The bubble is 1 - work/span. "
-        "Activations are counted in units",
+        "rank together cost 1 each, and B = I + W. The total is the time of a step, from the first "
+        "start to the last end of all ranks.",
+        "The bubble is 1 - work/span, where the span is the longest time from the first start to "
+        "the last end of a rank. Activations are counted in units",
         "of one microbatch on all stages of a rank. p is the number of ranks, m the number of "
         "microbatches, r a rank,",
         "v the number of stages per rank, w the number of waves, k the number of slices of a "
@@ -249,7 +248,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         if name not in FACTS:
             continue  # registered by a user
         schedule = fpipe.make_schedule(name, P, M, slices=K if orders_slices(name) else 1)
-        timeline = schedule.simulate(per_share(fpipe.Costs(), schedule))
+        timeline = schedule.simulate(per="rank")
         facts = FACTS[name]
         pictures[f"zoo/{name}.svg"] = svg(timeline)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
@@ -265,8 +264,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
             f"| paper | {facts.paper}, [arXiv:{facts.arxiv}]"
             f"(https://arxiv.org/abs/{facts.arxiv}) |",
             f"| total | {facts.total} |",
-            f"| in the picture | total {timeline.total:g}, span {timeline.span:g}, bubble "
-            f"{timeline.bubble:.1%} |",
+            f"| in the picture | total {timeline.total:g}, bubble {timeline.bubble:.1%} |",
             f"| activations held | {facts.peak}; in the picture, by rank: {peak} |",
             *([f"| needs | {facts.needs} |"] if facts.needs else []),
             "",

@@ -19,7 +19,7 @@ from typing import Literal
 from .actions import broken_rules
 from .actions.action import Action, Drawn, Fused, Placement, Row, Rows, joined, plain
 from .actions.check import Inspection, check_rows, inspect_rows
-from .actions.costs import Costs, as_costs
+from .actions.costs import Costs, Per, as_costs
 from .actions.product import feature, product
 from .actions.routes import placement_of
 from .actions.simulation import simulate_rows
@@ -292,6 +292,7 @@ class Schedule:
         self,
         costs: Costs | None = None,
         *,
+        per: Per = "stage",
         jitter: float = 0.0,
         seed: int = 0,
         order: Literal["row", "ready"] = "row",
@@ -301,6 +302,8 @@ class Schedule:
 
         Args:
             costs: what actions cost; by default 1 each for F, I and W.
+            per: whose costs these are: of each stage, or of all stages of a rank together, as in
+                the commands. One number per stage is always that of the stage.
             jitter: how much times vary: each action and each message takes its cost times the
                 exponential of a normal draw with this standard deviation.
             seed: of these draws. They are the same in both orders.
@@ -317,11 +320,12 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
+        costs = as_costs(costs, per, self.ranks / (self.stages or 1))
         if order == "row" and not jitter:
-            return simulate_rows(self._inspection, as_costs(costs), self.name)
+            return simulate_rows(self._inspection, costs, self.name)
         return feature("ready.simulated").timeline(
             self._inspection,
-            as_costs(costs),
+            costs,
             self.name,
             jitter=jitter,
             seed=seed,
@@ -333,11 +337,8 @@ class Schedule:
         """The picture that a notebook shows. F, I and W take 1 for all stages of a rank together. A
         schedule that cannot run is shown as text.
         """
-        share = self.ranks / self.stages if self.stages else 1.0
         try:
-            return product("pictures").figure(
-                self.simulate(Costs(share, share, share, saved=share))
-            )
+            return product("pictures").figure(self.simulate(per="rank"))
         except ScheduleError as error:
             return product("pictures").folded(repr(self), f"{error}\n\n{self}")
 

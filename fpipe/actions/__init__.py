@@ -7,7 +7,7 @@ is for all of the package. Other names are for this folder, ``schedule`` and ``l
 
 from .action import Action, AnyAction, Placement, Row, plain
 from .action_kinds import KINDS, OPS, Op
-from .costs import Costs, as_costs
+from .costs import Costs, Per, as_costs
 from .dependencies import uncollected
 from .product import feature
 from .progress_line import Track, progress
@@ -22,6 +22,7 @@ __all__ = [
     "AnyAction",
     "Costs",
     "Op",
+    "Per",
     "Placement",
     "Row",
     "Timeline",

@@ -12,13 +12,15 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf, nan
 from statistics import median
-from typing import Any, NamedTuple, SupportsFloat, TypeAlias
+from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
 
 from ..errors import ScheduleError
 from .action import AnyAction
 from .action_kinds import KINDS, OPS
 
 PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
+#: whose costs a number is
+Per: TypeAlias = Literal["stage", "rank"]
 
 
 class Beside(NamedTuple):
@@ -255,29 +257,24 @@ class Costs:
     def scaled(self, share: float) -> Costs:
         """The costs of a stage with this share of the work and of the memory; messages as they are.
 
+        Costs with one number per stage are those of stages, and stay as they are.
+
         Args:
             share: a number, such as a half where these costs are those of two stages.
 
         Returns:
             The costs.
 
-        Raises:
-            ScheduleError: if a cost is one number per stage.
-
         >>> Costs(F=2, comm=0.5).scaled(0.5)
         Costs(F=1.0, I=0.5, W=0.5, comm=0.5, saved=0.5)
+        >>> Costs(F=[1, 2]).scaled(0.5)
+        Costs(F=(1.0, 2.0), I=1.0, W=1.0)
         """
+        if self.counts:
+            return self
         values = {name: getattr(self, name) for name in _OF_STAGE}
-        for name, value in values.items():
-            if value is not None and not isinstance(value, float):
-                rule = (
-                    "schedules with different stages are compared by a rank's whole share; give "
-                    "one number"
-                )
-                raise _refuse(f"{name}={value!r} is one number per stage, but {rule}")
-        return replace(
-            self, **{name: value * share for name, value in values.items() if value is not None}
-        )
+        numbers = {name: n * share for name, n in values.items() if isinstance(n, float)}
+        return replace(self, **numbers)
 
     # ---- by stage ----
     def times(self, stages: int) -> dict[str, tuple[float, ...]]:
@@ -415,14 +412,18 @@ def number(name: str, value: object) -> float:
     return result
 
 
-def as_costs(costs: object) -> Costs:
-    """Costs as they are, the default where there are none, or ScheduleError for another value.
+def as_costs(costs: object, per: Per = "stage", share: float = 1.0) -> Costs:
+    """Costs of a stage, the default where there are none, or ScheduleError for another value. With
+    ``per="rank"`` they are given for all stages of a rank, of which a stage has this share.
 
-    >>> as_costs(None).F, as_costs(Costs(F=2)).F
-    (1.0, 2.0)
+    >>> as_costs(None).F, as_costs(Costs(F=2)).F, as_costs(Costs(F=2), "rank", 0.5).F
+    (1.0, 2.0, 1.0)
     """
+    if per not in ("stage", "rank"):
+        raise _refuse(f"per={per!r}; say whose costs these are: 'stage' or 'rank'")
     if costs is None or isinstance(costs, Costs):
-        return costs or Costs()
+        costs = costs or Costs()
+        return costs if per == "stage" else costs.scaled(share)
     raise _refuse(
         f"costs={costs!r:.80}; give fpipe.Costs(F=..., I=..., W=...), with one number or one per "
         "stage"

@@ -79,8 +79,8 @@ class Timeline:
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
     >>> t
     Timeline(2 ranks, 8 actions, total 9, bubble 33.3%)
-    >>> t.peak, t.idle, t.waited_for(0, 2)
-    ((2, 1), (3.0, 0.0), Wait(rank=1, position=1, time=2.0))
+    >>> t.peak, t.busy, t.waited_for(0, 2)
+    ((2, 1), (6.0, 6.0), Wait(rank=1, position=1, time=2.0))
     >>> list(t)[2]
     Span(rank=0, position=2, action=0B0, start=4.0, end=6.0)
     """
@@ -226,11 +226,6 @@ class Timeline:
         """Per rank, the time spent in actions."""
         lengths = (map(sub, *times) for times in zip(self.ends, self.starts, strict=True))
         return tuple(map(fsum, lengths))
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """Per rank, the time within its window in which it waited."""
-        return tuple(map(sub, self.windows, self.busy))
 
     @property
     def bubble(self) -> float:

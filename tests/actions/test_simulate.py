@@ -96,7 +96,7 @@ def test_the_numbers_at_unit_cost(name: str) -> None:
     timeline = make_schedule(name, 8, 24).simulate(Costs(1 / chunks, 1 / chunks, 1 / chunks))
     assert (timeline.total, timeline.span, max(timeline.peak) / chunks) == (total, span, peak)
     assert timeline.bubble == pytest.approx(1 - 24 * 3 / span)
-    assert max(timeline.idle) == pytest.approx(span - 24 * 3)
+    assert max(timeline.windows) - min(timeline.busy) == pytest.approx(span - 24 * 3)
 
 
 def test_the_peaks_of_one_f_one_b_fall_by_one_a_rank() -> None:
@@ -223,12 +223,7 @@ def test_each_microbatch_travels_its_own_path() -> None:
 def test_costs_differ_by_stage() -> None:
     timeline = TWO.simulate(Costs(F=[1, 2], B={0: 3, 1: 4}))
     assert [(s.start, s.end) for s in timeline.of_rank(0)] == [(0, 1), (1, 2), (7, 10), (13, 16)]
-    assert (timeline.total, timeline.span, timeline.busy, timeline.idle) == (
-        16,
-        16,
-        (8, 12),
-        (8, 0),
-    )
+    assert (timeline.total, timeline.span, timeline.busy) == (16, 16, (8, 12))
     assert timeline.bubble == 1 - 20 / 32
 
 
@@ -406,7 +401,7 @@ def test_a_measured_timeline_explains_itself_like_a_simulated_one() -> None:
     random.Random(0).shuffle(spans)
     measured = Timeline.measured(spans, name="seen", unit="ms")
     assert (measured.rows, measured.microbatches) == (simulated.rows, simulated.microbatches)
-    for figure in ("total", "span", "busy", "idle", "bubble", "peak", "windows", "messages"):
+    for figure in ("total", "span", "busy", "bubble", "peak", "windows", "messages"):
         assert getattr(measured, figure) == getattr(simulated, figure), figure
     assert measured.start == 100
     assert [s.action for s in measured.critical_path] == [s.action for s in simulated.critical_path]

@@ -5,6 +5,7 @@ comes out like it.
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +22,7 @@ from fpipe.actions.action import Fused
 from fpipe.collectives.group import Done
 from fpipe.engine.execute import WATCH
 from fpipe.errors import StageError
-from fpipe.passes.profile.costing import costs, messages, shares, spans, timeline
+from fpipe.passes.profile.costing import costs, late, messages, shares, spans, timeline
 from fpipe.passes.profile.profiling import split, whole
 from fpipe.passes.profile.recording import Event, Run, differences, gathered
 
@@ -168,6 +169,45 @@ def test_how_a_rank_spent_its_time():
     assert found == {"programs": 26, "sending": 1, "posting": 0.5, "waiting": 42, "between": 0.5}
 
 
+def ran(rank: int, start: float, computes: float, pause: float = 0.0) -> Run:
+    """A rank that computes, pauses, and waits until 10."""
+    then = start + computes + pause
+    did_so = did("F", f"{rank}F0", start, start + computes), did("WAIT", "", then, 10)
+    return Run(rank, did_so, (Action(rank, "F", 0),))
+
+
+LATE = [
+    (
+        (0, 4, 0),
+        (0, 4, 0),
+        (0, 4, 0),
+        9,
+        "No rank makes the others wait for 5% of a measured step.",
+    ),
+    ((0, 4, 0), (0, 4, 0), (2, 4, 0), 8, "Rank 2 starts 2000 ms late in every step; .*, 20.0% of"),
+    ((0, 4, 0), (0, 4, 0), (2, 4, 0), 9, "Rank 2 starts 2000 ms late in every step; .*, 10.0% of"),
+    ((0, 4, 0), (0, 4, 0), (2, 4, 0), 10, "No rank makes"),  # it would have waited as long
+    ((0, 4, 0), (0, 7, 0), (0, 4, 0), 10, "Rank 1 computes 3000 ms longer than the other ranks in"),
+    ((0, 4, 1), (0, 4, 0), (0, 4, 0), 9, "Rank 0 spends 1000 ms more .* between its instructions"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "third", "simulated", "words"), LATE)
+def test_the_rank_for_which_the_others_wait_is_named(
+    first: tuple[float, ...],
+    second: tuple[float, ...],
+    third: tuple[float, ...],
+    simulated: float,
+    words: str,
+):
+    """Figures were printed without what they say: a rank that came 300 ms late was in no line."""
+    runs = tuple(ran(rank, *times) for rank, times in enumerate((first, second, third)))
+    assert re.match(words, late([runs] * 3, simulated))
+    usual = tuple(ran(rank, 0, 4) for rank in range(3))
+    mixed = late([runs, runs, usual], simulated)
+    assert mixed == late([runs], simulated).replace("every step", "most steps")
+
+
 # ---- a step on processes ----
 @pytest.fixture(scope="module")
 def on_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
@@ -225,7 +265,10 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     again = fpipe.make_schedule("1F1B", 2, 3).simulate(found["measured"]).total
     assert again == pytest.approx(found["whole and split"][0].total, rel=0.2)
     assert Costs.from_json(found["measured"].to_json()) == found["measured"]
-    assert "measured" in found["text"] and "stage" in found["text"]
+    text = found["text"].splitlines()
+    assert text[0].endswith("% of the measured time)")
+    assert any(re.fullmatch(r" all( +[\d.]+%)+   of the time of all ranks", line) for line in text)
+    assert re.match("Rank 1 computes \\d+ ms longer than the other ranks in every step", text[-1])
 
 
 @pytest.mark.xdist_group("profiling")

@@ -106,7 +106,7 @@ def test_wheel_is_installed_and_its_command_draws(wheel: zipfile.ZipFile, tmp_pa
 
     assert run(python, "-c", "import fpipe; print(fpipe.__file__)").startswith(str(installed))
     drawn = run(packages / "bin" / "fpipe", "draw", "1F1B", "--ranks", "4", "--microbatches", "8")
-    assert "total 33, span 33, bubble 27.3%" in drawn
+    assert "total 33, bubble 27.3%" in drawn
 
 
 def test_make_wheel_builds_a_wheel_alone():

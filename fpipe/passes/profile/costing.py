@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import add, itemgetter
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from ...actions.action import Action, AnyAction, Fused
@@ -26,6 +26,14 @@ _HANDLES = frozenset(("RECV", "SETTLE"))
 #: The kinds of work by the kinds of instructions.
 _WORK: dict[str, str] = {"WAIT": "waiting", "SEND": "sending"}
 _WORK |= dict.fromkeys(_COMPUTES, "programs") | dict.fromkeys(_HANDLES, "posting")
+
+#: How a rank spends its own time, for which others may wait, and how that is said.
+_OWN = {
+    "start": "starts {} late",
+    "programs": "computes {} longer than the other ranks",
+    "between": "spends {} more than the other ranks between its instructions",
+}
+_LEAST = 0.05  #: of a step, for a rank to be named
 
 
 class Message(NamedTuple):
@@ -193,3 +201,36 @@ def shares(run: Run) -> dict[str, float]:
         times[_WORK.get(event.kind, "the rest")] += event.end - event.start
     length = run.events[-1].end - run.events[0].start if run.events else 0.0
     return {**times, "between": length - sum(times.values())}
+
+
+def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
+    """The rank for which the others wait most, as a sentence. Its own times are compared with those
+    of the other ranks; others than that of programs count as far as the step is longer than
+    ``simulated``.
+    """
+    excess = defaultdict[tuple[int, str], list[float]](list)
+    lengths: list[float] = []
+    for runs in steps:
+        begins = [run.events[0].start for run in runs]
+        lengths.append(max(run.events[-1].end for run in runs) - min(begins))
+        spent = [shares(run) | {"start": begin} for run, begin in zip(runs, begins, strict=True)]
+        for kind in _OWN:
+            times = [one.get(kind, 0.0) for one in spent]
+            for rank, time in enumerate(times):
+                excess[rank, kind].append(time - median(times[:rank] + times[rank + 1 :]))
+    length = median(lengths)
+
+    def share(which: tuple[int, str]) -> float:
+        """Of a step, in which the others wait."""
+        most = length if which[1] == "programs" else length - simulated
+        return min(median(excess[which]), most) / length
+
+    rank, kind = which = max(excess, key=share)
+    if share(which) < _LEAST:
+        return f"No rank makes the others wait for {_LEAST:.0%} of a measured step."
+    time = median(excess[which])
+    when = "every step" if min(excess[which]) > time / 2 else "most steps"
+    return (
+        f"Rank {rank} {_OWN[kind].format(f'{1e3 * time:.0f} ms')} in {when}; the others wait for "
+        f"it, {share(which):.1%} of a measured step."
+    )

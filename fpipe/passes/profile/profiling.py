@@ -28,7 +28,7 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import costs, shares, timeline
+from .costing import costs, late, shares, timeline
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Profile:
         predicted = self.simulated.total
         return (
             f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms "
-            f"({predicted / real:.1%} of it)"
+            f"({predicted / real:.1%} of the measured time)"
         )
 
     @property
@@ -127,7 +127,11 @@ class Profile:
     @cached_property
     def costs(self) -> Costs:
         """The costs of actions and messages in seconds: means over all calls."""
-        return costs([runs for runs in self.runs if _actions(runs) == _actions(self._last)])
+        return costs(self._alike)
+
+    @property
+    def _alike(self) -> list[tuple[Run, ...]]:
+        return [runs for runs in self.runs if _actions(runs) == _actions(self._last)]
 
     @property
     def simulated(self) -> Timeline:
@@ -169,11 +173,16 @@ class Profile:
         for rank, part in enumerate(parts):
             times = (1e3 * part.get(name, 0.0) for name in names)
             lines.append(f"{rank:4d} " + " ".join(f"{time:10.3f}" for time in times))
+        sums = [sum(part.get(name, 0.0) for part in parts) for name in names]
+        each = " ".join(f"{time / sum(sums):10.1%}" for time in sums)
+        lines.append(f" all {each}   of the time of all ranks")
         if self.prepared.seconds:
             lines += ["", f"preparation, in this process: {self.prepared}"]
         if self.in_turn:
             note = "these ranks ran in turn, in one process: waiting and bubble are not those of "
             lines += ["", note + "several processes"]
+        elif len(parts) > 1 and all(run.events for run in self._last):
+            lines += ["", late(self._alike, self.simulated.total)]
         return "\n".join(lines)
 
 

@@ -5,18 +5,18 @@ imports torch.
 
 from __future__ import annotations
 
-from math import inf
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import click
 
-from ...actions import counted, progress
+from ...actions import Per, counted, progress
 from ...errors import ScheduleError
 from ...generators import about_schedule
 from .. import pictures
 from ..search import comparison
+from ..search.memory_limit import limits
 from ..search.solve import Kind, solve as solve_schedule
 from . import options
 from .options import INVALID, json_option, option, print_json, report_error, usage_error
@@ -100,7 +100,8 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 @options.stages_option
 @options.slices_option
 @options.costs_option
-@option("--memory LIMIT", "What a rank may hold, such as 60GB.  [default: no limit]")
+@options.per_option
+@options.memory_option
 @option(
     "--only PATTERN",
     "Only these schedules, such as 'ZB*'.",
@@ -120,7 +121,8 @@ def compare(
     stages: int | None,
     slices: int,
     costs: str,
-    memory: float | None,
+    per: Per,
+    memory: str | None,
     only: tuple[str, ...],
     out: str | None,
     as_json: bool,
@@ -128,13 +130,12 @@ def compare(
 ) -> None:
     """Compare all schedules: bubble, time, memory, messages.
 
-    Costs are those of a rank's whole share of the model: each stage of a schedule with two stages
-    per rank costs half. The bubble is 1 - work / span, where span is the longest time from the
-    first start to the last end of one rank; total is the time from the first start to the last end
-    of all ranks. Memory is counted in activations of a whole share for one microbatch, and weights
-    in copies of a share. A message carries the activations of one microbatch, or their gradient,
-    from one rank to another. A star marks the best of each column. With --slices, schedules over
-    slices of sequences are among them.
+    The total is the time of a step, from the first start to the last end of all ranks. The bubble
+    is the share of time in which ranks are idle: 1 - work / span, where the span is the longest
+    time from the first start to the last end of one rank. Memory is counted in activations of a
+    rank's whole share for one microbatch, and weights in copies of a share. A message carries the
+    activations of one microbatch, or their gradient, from one rank to another. A star marks the
+    best of each column. With --slices, schedules over slices of sequences are among them.
 
     \b
     fpipe compare --ranks 8 --microbatches 24
@@ -150,31 +151,35 @@ def compare(
             m,
             stages=stages,
             costs=price,
+            per=per,
             names=options.matching(only),
             track=track,
             slices=slices,
         )
+        [limit] = limits(memory, 1, price)
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
-    chosen = comparison.take(entries, memory or inf)
+    chosen = comparison.take(entries, limit)
     if out is not None:
         title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}"
-        pictures.frontier(list(comparison.points(entries)), out, look, title, memory)
+        most = None if memory is None else limit
+        pictures.frontier(list(comparison.points(entries)), out, look, title, most)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         taken = chosen and chosen.name
         print_json({"schedules": rows, "take": taken, "not for these counts": unsupported})
         return
-    click.echo(f"ranks {p}, microbatches {m}, {price!r} for a rank's whole share\n")
+    whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
+    click.echo(f"ranks {p}, microbatches {m}, {price!r} of {whose}\n")
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
         click.echo(line)
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
     if chosen is None:
-        click.echo(f"\nno schedule holds at most {memory:.6g}; give more memory or more ranks")
+        click.echo(f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks")
     else:
         click.echo(
-            f"\ntake {chosen.name}: bubble {chosen.bubble:.2%}, span {chosen.span:.6g}, holds "
+            f"\ntake {chosen.name}: total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, holds "
             f"{chosen.memory:.6g}"
         )
 
@@ -184,7 +189,8 @@ def compare(
 @options.microbatches_option
 @options.stages_option
 @options.costs_option
-@option("--memory LIMIT", "What a rank may hold, such as 60GB.  [default: no limit]")
+@options.per_option
+@options.memory_option
 @option("--placement one|loop|V|any", "Which stages share a rank.", "any")
 @option("--seconds SECONDS", "Time of the search.", 10.0, type=click.FloatRange(0.01, 86400))
 @option("-o --out FILE", "Write the schedule as .csv.", type=options.ending_in(".csv"))
@@ -193,15 +199,16 @@ def solve(
     microbatches: int | None,
     stages: int | None,
     costs: str,
-    memory: float | None,
+    per: Per,
+    memory: str | None,
     placement: Kind,
     seconds: float,
     out: str | None,
 ) -> None:
     """Search for the best schedule for costs and memory, and write it to a file.
 
-    Costs are those of a stage. The bound is a span that no schedule can be shorter than; the gap is
-    the distance to it. Ctrl-C ends the search, and what was found is written.
+    The gap is by how much the longest time of a rank, from its first action to its last, exceeds
+    what some rank takes in every schedule. Ctrl-C ends the search, and what was found is written.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
@@ -211,19 +218,16 @@ def solve(
     price = options.parse_costs(costs)
     with options.as_usage_error():
         best = solve_schedule(
-            price, p, m, placement, stages=stages, memory=memory, time_limit=seconds
+            price, p, m, placement, per=per, stages=stages, memory=memory, time_limit=seconds
         )
     best.check()
     t = best.timeline
     counts_of = f"{best.ranks} ranks, {best.stages} stages, {best.microbatches} microbatches"
     click.echo(f"{best.name}: {counts_of}\n{best.placement!r}")
     click.echo(
-        f"span {t.span:.6g}, bubble {t.bubble:.2%}, a rank holds at most {max(t.peak_bytes):.6g}"
+        f"total {t.total:.6g}, bubble {t.bubble:.2%}, a rank holds at most {max(t.peak_bytes):.6g}"
     )
-    click.echo(
-        f"no schedule is shorter than {float(best.bound):.6g} ({best.bound.reason}): gap "
-        f"{best.gap:.2%}"
-    )
+    click.echo(f"gap {best.gap:.2%}: {best.bound.said()}")
     if out is not None:
         best.to_csv(out)
-        click.echo(f"wrote {out}; try: fpipe draw {out} --per stage --costs {costs or 'F=1'}")
+        click.echo(f"wrote {out}; try: fpipe draw {out} --per {per} --costs {costs or 'F=1'}")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import click
 
-from ...actions import progress
+from ...actions import Per, progress
 from .. import pictures
 from ..pictures.labels import size_text
-from ..search.comparison import per_share
 from . import options
 from .options import option
 
@@ -29,12 +28,7 @@ from .options import option
 @options.stages_option
 @options.slices_option
 @options.costs_option
-@option(
-    "--per rank|stage",
-    "Whose costs these are: those of a rank's whole share of the model, of which each of its "
-    "stages has a part, or those of a stage. One number per stage is always that of a stage.",
-    "rank",
-)
+@options.per_option
 @option(
     "-o --out FILE",
     "Write .svg, .png, .pdf, .html, .json, .txt.",
@@ -56,7 +50,7 @@ def draw(
     stages: int | None,
     slices: int,
     costs: str,
-    per: str,
+    per: Per,
     out: tuple[str, ...],
     memory: bool,
     difference: bool,
@@ -66,9 +60,8 @@ def draw(
 ) -> None:
     """Draw schedules by name or from files; SCHEDULE is either.
 
-    Several schedules are drawn above each other on one axis of time. Costs are those of a rank's
-    whole share of the model, so that a schedule has the same figures here, beside others and in
-    fpipe compare. An .html page is explored in a browser: zoom, search, hover.
+    Several schedules are drawn above each other on one axis of time. An .html page is explored in a
+    browser: zoom, search, hover.
 
     \b
     fpipe draw ZBV --ranks 4 --microbatches 8
@@ -78,8 +71,7 @@ def draw(
     fpipe draw plan.csv
     """
     price = options.parse_costs(costs)
-    alone = len(schedules) == 1
-    if difference and alone:
+    if difference and len(schedules) == 1:
         raise options.usage_error(
             "--difference needs two schedules; name another one, or the same with other costs"
         )
@@ -88,9 +80,8 @@ def draw(
         schedule = options.named_schedule(source, ranks, microbatches, stages, slices)
         ops = {part.op for row in schedule for action in row for part in action.parts}
         options.check(schedule, training=ops != {"F"})
-        by_stage = per == "stage" or (alone and price.counts)
         with options.as_usage_error():  # costs for another number of stages
-            drawn.append(schedule.simulate(price if by_stage else per_share(price, schedule)))
+            drawn.append(schedule.simulate(price, per=per))
     shown = replace(look, memory=memory, difference=difference, full=full)
     with progress("drawing"):
         for path in out:

@@ -171,6 +171,18 @@ costs_option = option(
     default="",
     show_default=False,
 )
+per_option = option(
+    "--per rank|stage",
+    "Whose costs these are: of a rank's whole share of the model, of which each of its stages has "
+    "a part, or of each stage. One number per stage is always that of the stage.",
+    "rank",
+)
+memory_option = option(
+    "--memory LIMIT",
+    "What a rank may hold, in the unit of saved, which 60GB needs to be bytes.  "
+    "[default: no limit]",
+    type=str,
+)
 
 
 def print_json(value: object) -> None:

@@ -234,7 +234,7 @@ class Explanation:
             "What runs where": (where, list(self._where())),
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
-            "Idle": (("rank", "idle", "it waits"), list(self._idle())),
+            "Idle": (("rank", "share of the step"), list(self._idle())),
         }
 
     def _where(self) -> Iterator[Sequence[object]]:
@@ -259,9 +259,8 @@ class Explanation:
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
             causes = idle_of(self.timeline, rank)
-            total = percent(sum(one.share for one in causes))
             shown = "; ".join(f"{percent(one.share)} {one.why}" for one in causes[:3])
-            yield rank, total, shown or "-"
+            yield rank, shown or "-"
 
 
 def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str:

@@ -71,12 +71,11 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     """The figures of a scene by name, each with its change from the scene it is compared with."""
     texts = {
         "total": time(scene.total, scene),
-        "span": time(scene.span, scene),
         "bubble": percent(scene.timeline.bubble),
         "peak": held(scene.peak, scene),
     }
     if was := scene.against:
-        for name in ("total", "span", "peak"):
+        for name in ("total", "peak"):
             now = getattr(scene, name)
             before = getattr(was, name)
             if before not in (0, now):
@@ -87,7 +86,7 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
 
 
 def figures(scene: Scene) -> str:
-    """``total 51, span 48, bubble 0%, peak 8``: one line under a picture."""
+    """``total 51, bubble 0%, peak 8``: one line under a picture."""
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene) for lane in scene.lanes]
     if len(set(peaks)) > 1 and len(peaks) <= 16:
@@ -105,8 +104,7 @@ def notes(scene: Scene) -> list[str]:
     lines = [figures(scene), units(scene)]
     if scene.idle:
         parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
-        idle = percent(sum(scene.idle.values()))
-        lines.insert(1, f"Idle {idle} of all ranks' time: {', '.join(parts)}.")
+        lines.insert(1, f"Idle, in shares of the total: {', '.join(parts)}.")
     return lines
 
 

@@ -67,8 +67,8 @@ def draw(
     rank 0 0F0- 0F1- ..........0B0------ .....0B1------
     rank 1 .....1F0- 1B0------ 1F1- 1B1------ ..........
     <BLANKLINE>
-    total 9, span 9, bubble 33.3%, peak 2 (by rank 2 1)
-    Idle 33.3% of all ranks' time: warm-up 16.7%, tail 16.7%.
+    total 9, bubble 33.3%, peak 2 (by rank 2 1)
+    Idle, in shares of the total: warm-up 16.7%, tail 16.7%.
     Times in units of the costs: the stage of a rank takes F 1,
       B 2. Memory in microbatches: F adds 1.
     F forward  B backward

@@ -126,11 +126,6 @@ class Scene:
         return self.timeline.total
 
     @property
-    def span(self) -> float:
-        """The longest time between a rank's first start and its last end."""
-        return self.timeline.span
-
-    @property
     def length(self) -> float:
         """Where the last end is drawn."""
         return self.place(self.total)

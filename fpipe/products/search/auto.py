@@ -36,6 +36,7 @@ class Candidate(NamedTuple):
 
     name: str
     schedule: Schedule
+    total: float
     span: float
     bubble: float
     memory: float  #: the most that a rank holds
@@ -58,16 +59,14 @@ class Choice:
     def __str__(self) -> str:
         best = self.best
         unit = self.unit and f" {self.unit}"
-        proof = f"no schedule is shorter than {number(self.bound)}{unit} ({self.bound.reason})"
-        figures = (
-            f"span {number(best.span)}{unit}, bubble {best.bubble:.2%}, holds {number(best.memory)}"
-        )
+        total = f"total {number(best.total)}{unit}"
+        figures = f"{total}, bubble {best.bubble:.2%}, holds {number(best.memory)}"
         wide = max(len(each.name) for each in self.candidates)
-        lines = [f"{'schedule':<{wide}}  {'span':>10}  {'bubble':>7}  {'memory':>10}"]
+        lines = [f"{'schedule':<{wide}}  {'total':>10}  {'bubble':>7}  {'memory':>10}"]
         for each in self.candidates:
-            row = f"{number(each.span):>10}  {each.bubble:>7.2%}  {number(each.memory):>10}"
+            row = f"{number(each.total):>10}  {each.bubble:>7.2%}  {number(each.memory):>10}"
             lines.append(f"{each.name:<{wide}}  {row}" + ("" if each.fits else "  does not fit"))
-        return "\n".join([f"{best.name}: {figures}; {proof}", "", *lines])
+        return "\n".join([f"{best.name}: {figures}; {self.bound.said(unit)}", "", *lines])
 
 
 def choose(
@@ -118,7 +117,8 @@ def choose(
         t = schedule.simulate(costs)
         bubble = max(t.bubble, 0.0)
         fits = is_within(limit, t)
-        candidates.append(Candidate(name, schedule, t.span, bubble, max(t.peak_bytes), fits))
+        held = max(t.peak_bytes)
+        candidates.append(Candidate(name, schedule, t.total, t.span, bubble, held, fits))
     ranked = sorted(candidates, key=_order)
     bound = min(bounds)
     bound = Bound(min(ranked[0].span, bound), bound.reason)
@@ -230,7 +230,7 @@ def auto(
     if memory is not None and not isinstance(memory, (str, int, float)):
         raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
     if costs is not None:
-        as_costs(costs)
+        limits(memory, 1, as_costs(costs))
     elif replicate:
         raise StageError(
             "auto(replicate=True) places stages by their costs before the first call; give costs=, "

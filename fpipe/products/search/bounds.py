@@ -24,6 +24,7 @@ from operator import add
 from typing import NamedTuple
 
 from ... import Costs
+from ...actions import number
 from .problem import ALMOST, Problem
 
 
@@ -43,6 +44,11 @@ class Bound(float):
 
     def __repr__(self) -> str:
         return f"Bound({float(self):g}, {self.reason!r})"
+
+    def said(self, unit: str = "") -> str:
+        """What it means, for people."""
+        least = f"in every schedule some rank takes at least {number(self)}{unit}"
+        return f"{least} from its first action to its last ({self.reason})"
 
 
 def lower_bound(problem: Problem, costs: Costs) -> Bound:

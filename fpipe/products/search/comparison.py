@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All schedules side by side: what each would cost at the same counts and the same price per rank.
+"""All schedules side by side: what each would cost at the same counts and the same costs.
 
-The price is that of a rank's whole share of the model, so that a schedule that puts two stages on a
-rank pays half for each, and memory is counted in whole shares too.
+Costs are those of a rank's whole share of the model, so that each stage of a schedule that puts two
+on a rank has half of them, and memory is counted in whole shares too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-from ... import Costs, Schedule, make_schedule, schedule_names
-from ...actions import as_costs, number, uncollected
+from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
+from ...actions import Per, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
 
@@ -32,22 +32,13 @@ class Entry(NamedTuple):
     volume: float  # their bytes, where the costs know them
 
 
-def per_share(costs: Costs, schedule: Schedule) -> Costs:
-    """Costs of a rank's whole share, per stage of ``schedule``.
-
-    >>> from fpipe.generators import make_schedule
-    >>> per_share(Costs(comm=0.5), make_schedule("ZBV", 2, 4))
-    Costs(F=0.5, I=0.5, W=0.5, comm=0.5, saved=0.5)
-    """
-    return costs.scaled(schedule.ranks / schedule.stages)
-
-
 def compare(
     ranks: int,
     microbatches: int,
     *,
     stages: int | None = None,
     costs: Costs | None = None,
+    per: Per = "rank",
     slices: int = 1,
     names: Sequence[str] | None = None,
     track: Callable[[Sequence[str]], Iterator[str]] = iter,
@@ -55,6 +46,8 @@ def compare(
     """An entry for every named schedule that these counts allow, the least bubble first, of equal
     ones the least memory; and why others are left out.
 
+    Costs are those of a rank's whole share of the model, or with ``per="stage"`` of each stage; one
+    number per stage is always that of the stage, and leaves schedules of that many stages.
     ``names`` are all by default. ``track`` passes them on one by one, to show progress. ``slices``
     are those of the schedules that order slices of sequences; with one they are 1F1B and ZB-H1.
 
@@ -65,21 +58,20 @@ def compare(
     entries = []
     left_out = []
     costs = as_costs(costs)
+    stages = stages or next(iter(costs.counts), None)
     with uncollected():
         for name in track(schedule_names() if names is None else names):
             cut = slices if slices > 1 and orders_slices(name) else 1
             try:
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
+                entries.append(_entry(name, schedule, schedule.simulate(costs, per=per)))
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
-            else:
-                entries.append(_entry(name, schedule, costs))
     return sorted(entries, key=lambda e: (round(e.bubble, 9), e.memory, e.total)), left_out
 
 
-def _entry(name: str, schedule: Schedule, costs: Costs) -> Entry:
-    """What a schedule would cost, at these costs of a rank's whole share."""
-    t = schedule.simulate(per_share(costs, schedule))
+def _entry(name: str, schedule: Schedule, t: Timeline) -> Entry:
+    """What a schedule would cost, as it was simulated."""
     stages = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
     return Entry(
         name,
@@ -118,14 +110,13 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     decorates it.
 
     >>> print(*table(compare(4, 8)[0][:3:2]), sep="\\n")
-    schedule      stages bubble  total  span  memory  weights  messages
-    ZBVZeroBubble      8  0.00%   25.5*   24       4*      1x        96
-    ZB2P               4  0.00%     27    24       8       1x        48*
+    schedule      stages bubble  total  memory  weights  messages
+    ZBVZeroBubble      8  0.00%   25.5*      4*      1x        96
+    ZB2P               4  0.00%     27       8       1x        48*
     """
     columns: dict[str, Callable[[float], str]] = {
         "bubble": lambda share: f"{100 * share:.2f}%",
         "total": number,
-        "span": number,
         "memory": _bytes if max(entry.memory for entry in entries) >= 4096 else number,
         "weights": lambda copies: f"{copies:g}x",
         "messages": str,

@@ -9,12 +9,13 @@ from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
-from ... import Timeline
+from ... import Costs, Timeline
 from ...errors import ScheduleError
 from .problem import ALMOST
 
 Memory: TypeAlias = float | str | Sequence[float | str] | None
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_NUMBER = 4  #: bytes of one; a stage that saves less is not measured in bytes
 
 
 def in_bytes(memory: float | str) -> float:
@@ -47,20 +48,28 @@ def is_within(limit: Sequence[float], timeline: Timeline) -> bool:
     return all(peak <= most * ALMOST for peak, most in held)
 
 
-def limits(memory: Memory, ranks: int) -> tuple[float, ...]:
-    """One limit for each rank.
+def limits(memory: Memory, ranks: int, costs: Costs | None = None) -> tuple[float, ...]:
+    """One limit for each rank; those with a unit need costs in bytes.
 
     >>> limits(None, 2), limits(["1kB", 5], 2)
     ((inf, inf), (1000.0, 5.0))
     """
     if memory is None:
         return (inf,) * ranks
-    if isinstance(memory, (str, int, float)):
-        return (in_bytes(memory),) * ranks
-    values = tuple(map(in_bytes, memory))
+    given = [memory] * ranks if isinstance(memory, (str, int, float)) else memory
+    values = tuple(map(in_bytes, given))
     if len(values) != ranks:
         raise ScheduleError(
             f"memory has {len(values)} limits, but there are {ranks} ranks; give one, or {ranks}",
             rule="memory",
         )
+    if costs and 0 < max(costs.spread("saved", max(costs.counts, default=1))) < _NUMBER:
+        for limit in given:
+            if isinstance(limit, str) and limit.strip()[-1].isalpha():
+                raise ScheduleError(
+                    f"memory={limit!r} is in bytes, but saved={costs.saved!r} counts microbatches; "
+                    "give costs with saved in bytes, as fpipe.measure_costs does, or a memory "
+                    "without a unit",
+                    rule="memory",
+                )
     return values

@@ -23,7 +23,7 @@ from ... import Costs, Schedule
 from ...actions import feature
 from ...errors import ScheduleError
 from .bounds import Bound
-from .memory_limit import Memory, is_within, limits
+from .memory_limit import is_within
 from .problem import ALMOST
 
 #: The schedules that are tried.
@@ -128,17 +128,16 @@ def solve_replicated(
     costs: Costs,
     ranks: int,
     microbatches: int,
-    stages: int | None,
-    memory: Memory,
+    stages: int,
+    limit: Sequence[float],
 ) -> tuple[Schedule, Bound]:
     """The named schedule of the least span on the best partition that fits the memory, and the load
     of its busiest rank as a bound on the span of any partition.
     """
-    times = costs.times(stages or next(iter(costs.counts), ranks))
+    times = costs.times(stages)
     work = [f + min(b, i + w) for f, b, i, w in zip(*(times[op] for op in "FBIW"), strict=True)]
     found = partition(work, ranks, microbatches)
     passes = [sum(work[s] for s in group) / 3 for group in found.groups]
-    limit = limits(memory, ranks)
     fitting: list[tuple[float, Schedule]] = []
     for name in NAMES:
         schedule = feature("replicas").replicated(
@@ -150,7 +149,7 @@ def solve_replicated(
     if not fitting:
         raise ScheduleError(
             f"no schedule of {len(found.groups)} groups of stages on {found.copies} ranks fits "
-            f"memory={memory!r}; give more memory, more ranks or smaller microbatches",
+            f"memory={min(limit):g}; give more memory, more ranks or smaller microbatches",
             rule="memory",
         )
     pairs = zip(found.groups, found.copies, strict=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
+from itertools import chain, repeat
 from math import inf
 from random import Random
+from typing import TypeAlias
 
 from ... import Action, Costs, Fused, Schedule
 from ...actions import AnyAction, Row, plain
@@ -23,7 +24,8 @@ from .memory_limit import is_within
 from .problem import ALMOST, Problem
 from .starts import starts
 
-_STARTS = 0.5  #: the share of the time until which starts are made
+#: span, total and the most that a rank holds: what is less, the first first, is better
+Figures: TypeAlias = tuple[float, float, float]
 _DESCENT = 300_000  #: moves of the descent times actions: less than a tenth of a second
 _COLD = 0.99  #: the share of the time at which annealing is a descent
 
@@ -34,52 +36,55 @@ def search(
     costs: Costs,
     share: Callable[[], float],
     seed: int,
-) -> Iterator[tuple[float, Schedule]]:
-    """Schedules with their spans, until ``share()``, the share of the time that has passed, is 1.
+) -> Iterator[tuple[Figures, Schedule]]:
+    """Schedules with their figures, until ``share()``, the share of the time that has passed, is 1.
+    Each placement comes to its bound, since of equal spans the total and the memory count.
 
     They are not in order, since the caller may stop at any time and take the best so far.
     """
+    best: dict[tuple[int, ...], tuple[Problem, Filled]] = {}
     span = inf
-    start = None
-    for problem, bound in zip(problems, bounds, strict=True):
+    for place, (problem, bound) in enumerate(zip(problems, bounds, strict=True), 1):
+        until = place / len(problems)
         for variant in _variants(problem, costs):
-            if span <= bound * ALMOST:
+            if span * ALMOST < bound or (
+                problem.path in best and best[problem.path][1].span <= bound * ALMOST
+            ):
                 break
-            for filled in starts(variant, bound, lambda: share() >= _STARTS):
-                yield from _schedules(variant, filled, costs, filled.span < span)
-                if filled.span < span:
-                    span = filled.span
-                    start = (variant, filled)
+            for filled in starts(variant, bound, lambda until=until: share() >= until):
+                yield from _schedules(variant, filled, costs, filled.span <= span * ALMOST)
+                span = min(span, filled.span)
+                if problem.path not in best or filled.span < best[problem.path][1].span:
+                    best[problem.path] = variant, filled
                 if filled.span <= bound * ALMOST:
                     break
-    assert start is not None, "one microbatch after another fits"
-    problem, filled = start
-    if problem.large:
+    assert best, "one microbatch after another fits"
+    if problems[0].large:
         return
     with suppress(KeyboardInterrupt):  # what was found until then counts
-        for better in anneal(problem, filled.rows, Random(seed), _warming(problem, share)):
-            filled = better
-            if filled.span <= min(bounds) * ALMOST:
+        for path, (problem, filled) in best.items():
+            for better in anneal(problem, filled.rows, Random(seed), _descent(problem)):
+                best[path] = problem, better
+            yield from _schedules(*best[path], costs)
+    path, (problem, filled) = min(best.items(), key=lambda one: one[1][1].span)
+    with suppress(KeyboardInterrupt):
+        for better in anneal(problem, filled.rows, Random(seed), _warming(share)):
+            best[path] = problem, better
+            if better.span <= min(bounds) * ALMOST:
                 break
-    yield from _schedules(problem, filled, costs)
+    yield from _schedules(*best[path], costs)
 
 
-def _warming(problem: Problem, share: Callable[[], float]) -> Callable[[], float]:
-    """The share of the time of annealing that has passed: a descent of a few moves whatever the
-    time, and then annealing in the time that is left.
-    """
+def _descent(problem: Problem) -> Callable[[], float]:
+    """The share of the time of a descent of a few moves, whatever the time."""
+    moves = chain(repeat(_COLD, _DESCENT // len(problem.length)), repeat(1.0))
+    return moves.__next__
+
+
+def _warming(share: Callable[[], float]) -> Callable[[], float]:
+    """The share of the time of annealing that has passed."""
     begin = min(share(), 1.0)
-    moves = count()
-    descent = _DESCENT / len(problem.length)
-
-    def passed() -> float:
-        if next(moves) < descent:
-            return _COLD
-        if begin == 1.0:
-            return 1.0
-        return (share() - begin) / (1 - begin)
-
-    return passed
+    return lambda: 1.0 if begin == 1.0 else (share() - begin) / (1 - begin)
 
 
 def _variants(problem: Problem, costs: Costs) -> Iterator[Problem]:
@@ -104,7 +109,7 @@ def _schedules(
     filled: Filled,
     costs: Costs,
     plain: bool = True,
-) -> Iterator[tuple[float, Schedule]]:
+) -> Iterator[tuple[Figures, Schedule]]:
     """A solution as a schedule, where that is wanted, and with whole and fused backwards; without
     those that do not fit in memory or whose ranks block each other.
     """
@@ -118,7 +123,8 @@ def _schedules(
         except ScheduleError:
             continue
         if is_within(problem.limit, timeline):
-            yield timeline.span, candidate
+            figures = round(timeline.span, 9), round(timeline.total, 9), max(timeline.peak_bytes)
+            yield figures, candidate
 
 
 def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:

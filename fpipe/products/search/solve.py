@@ -14,13 +14,13 @@ from time import monotonic
 from typing import Literal, TypeAlias
 
 from ... import Costs, Placement, Schedule, Timeline
-from ...actions import as_costs, progress as progress_line
+from ...actions import Per, as_costs, progress as progress_line
 from ...errors import ScheduleError, checked
 from .bounds import Bound, lower_bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST, Problem
 from .replicate import solve_replicated
-from .search import search
+from .search import Figures, search
 
 Kind: TypeAlias = Literal["one", "loop", "V", "any", "replicated"]
 
@@ -76,6 +76,7 @@ def solve(
     microbatches: int,
     placement: Kind | Placement = "any",
     *,
+    per: Per = "stage",
     stages: int | None = None,
     memory: Memory = None,
     time_limit: float = 10.0,
@@ -85,8 +86,8 @@ def solve(
     """Search for the schedule of the least span for these costs within this memory.
 
     Args:
-        costs: of actions by stage, of microbatches, and of messages. One number stands for all
-            stages.
+        costs: of actions by stage, of microbatches, and of messages. One number is that of each
+            stage.
         ranks: of the pipeline.
         microbatches: of a step.
         placement: "one" puts neighbouring stages on a rank, "loop" every ``ranks``-th, "V" goes
@@ -94,13 +95,15 @@ def solve(
             each stage. "replicated" puts neighbouring stages on one or several ranks, each of which
             runs its share of the microbatches, so that the busiest rank works least; the bound is
             the work of that rank, the least of all such placements.
+        per: "rank" where one number is that of all stages of a rank together, as in the commands:
+            then placements with one stage a rank and with two have equal work.
         stages: in all; by default as many as the costs have numbers for, else one a rank with
             "one", and two.
         memory: what a rank may hold in the bytes of ``costs.saved``: a number, "60GB", or one of
             them for each rank.
         time_limit: seconds. The search ends earlier where the schedule is known to be the best.
-        progress: whether a terminal shows the span and the bound of a search that takes longer than
-            a second.
+        progress: whether a terminal shows how far a search that takes longer than a second is from
+            the best.
         seed: of the search; its result depends on the speed of the machine too.
 
     Returns:
@@ -117,17 +120,23 @@ def solve(
     >>> solve(Costs(F=[3, 1], I=[3, 1], W=[3, 1]), 4, 12, "replicated").placement
     Placement(0: [0], 1: [0], 2: [0], 3: [1])
     """
-    costs = as_costs(costs)
+    counts = as_costs(costs).counts
     if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
         raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
             raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
-    if placement == "replicated":
-        s, bound = solve_replicated(costs, ranks, microbatches, stages, memory)
+    if isinstance(placement, Placement):
+        count = placement.stages
     else:
-        paths = _paths(costs, ranks, placement, stages)
-        limit = limits(memory, ranks)
+        usual = ranks if placement in ("one", "replicated") else 2 * ranks
+        count = stages or next(iter(counts), usual)
+    limit = limits(memory, ranks, costs)
+    costs = as_costs(costs, per, ranks / count)
+    if placement == "replicated":
+        s, bound = solve_replicated(costs, ranks, microbatches, count, limit)
+    else:
+        paths = _paths(count, ranks, placement)
         problems = [Problem.of(costs, path, ranks, microbatches, limit) for path in paths]
         fitting = [problem for problem in problems if problem.lacks is None]
         if not fitting:
@@ -149,27 +158,25 @@ def _best(
     progress: bool,
     seed: int,
 ) -> Schedule:
-    """The best that the search finds; it ends where one has the least bound."""
+    """The best that the search finds, without more time where one has the least bound."""
     begin = monotonic()
     bound = min(bounds)
-    best: tuple[float, Schedule] | None = None
+    best: tuple[Figures, Schedule] | None = None
 
     def share() -> float:
-        if time_limit > 0:
+        if time_limit > 0 and (best is None or best[0][0] > bound * ALMOST):
             return (monotonic() - begin) / time_limit
         return 1.0
 
     def note() -> str:
         if best is None or bound <= 0:
             return "solving"
-        return f"solving: span {best[0]:.6g}, at most {best[0] / bound - 1:.2%} above the best"
+        return f"solving: at most {best[0][0] / bound - 1:.2%} above the best"
 
     with progress_line(note) if progress else nullcontext():
         try:
             for found in search(problems, bounds, costs, share, seed):
                 best = min(best or found, found, key=itemgetter(0))
-                if best[0] <= bound * ALMOST:
-                    break
         except KeyboardInterrupt:
             if best is None:
                 raise
@@ -177,13 +184,8 @@ def _best(
     return best[1]
 
 
-def _paths(
-    costs: Costs,
-    ranks: int,
-    placement: Kind | Placement,
-    stages: int | None,
-) -> list[tuple[int, ...]]:
-    """For each placement that is tried, the ranks of its stages."""
+def _paths(count: int, ranks: int, placement: Kind | Placement) -> list[tuple[int, ...]]:
+    """For each placement that is tried, the ranks of its stages, ``count`` in all."""
     if isinstance(placement, Placement):
         if placement.ranks != ranks:
             raise ScheduleError(
@@ -196,7 +198,6 @@ def _paths(
                 rule="placement",
             )
         return list(placement.paths)
-    count = stages or next(iter(costs.counts), ranks if placement == "one" else 2 * ranks)
     if count % ranks:
         what = f"{count} stages cannot be placed evenly on {ranks} ranks"
         raise ScheduleError(

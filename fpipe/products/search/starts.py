@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, islice, pairwise, product, zip_longest
 from math import ceil, floor, inf
 
 from ... import make_schedule, schedule_names
@@ -132,26 +133,29 @@ _GROUPS = (1.0, 1.125)
 def starts(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator[Filled]:
     """Solutions of a problem, those first that are often the best and take the least time.
 
-    ``late`` ends those of many actions.
+    ``late`` ends those of many actions. Where none fits, it is one microbatch after another.
     """
+    fits = False
     for rows in _rows(problem):
         filled = fill(problem, rows, bound)
         if filled is not None:
+            fits = True
             yield filled
         if problem.large and late():
-            return
+            break
+    if not fits and (filled := fill(problem, one_by_one(problem), bound)):
+        yield filled
 
 
-def _rows(problem: Problem) -> Iterator[Rows]:
-    yield one_by_one(problem)
-    if problem.path == tuple(s % problem.ranks for s in range(problem.stages)):
-        yield from _warm_ups(problem)
-    for rows in _named(problem):
-        if problem.stages > problem.ranks:
-            yield _relieved(problem, rows)
-        yield rows
-    for steps in _STEPS:
-        yield dispatch(problem, block(problem, *steps))
+def _rows(p: Problem) -> Iterator[Rows]:
+    """In turn those of each kind, since time may suffice for a few and each is best somewhere."""
+    kinds = [_named(p), (dispatch(p, block(p, *steps)) for steps in _STEPS)]
+    if p.path == tuple(s % p.ranks for s in range(p.stages)):
+        kinds = [_warm_ups(p), *kinds]
+    elif list(p.path) == sorted(p.path):
+        kinds = [(_parted(p, rows) for rows in _rows(_joined(p))), *kinds]
+    for row in zip_longest(*kinds):
+        yield from filter(None, row)
 
 
 def one_by_one(problem: Problem) -> Rows:
@@ -237,7 +241,40 @@ def _named(problem: Problem) -> Iterator[Rows]:
         with suppress(ScheduleError):  # it needs other counts
             schedule = make_schedule(name, problem.ranks, problem.microbatches, problem.stages)
             if schedule.placement.paths == (problem.path,):
-                yield rows_of(schedule)
+                rows = rows_of(schedule)
+                if problem.stages > problem.ranks:
+                    yield _relieved(problem, rows)
+                yield rows
+
+
+def _joined(p: Problem) -> Problem:
+    """The problem in which the stages of each rank, which follow each other, are one."""
+
+    def sums(numbers: Sequence[float]) -> tuple[float, ...]:
+        return tuple(sum(numbers[s] for s in held) for held in p.of_rank)
+
+    return replace(
+        p,
+        path=tuple(range(p.ranks)),
+        F=sums(p.F),
+        I=sums(p.I),
+        W=sums(p.W),
+        saved=sums(p.saved),
+        kept=sums(p.kept),
+        link=tuple(p.link[held[-1]] for held in p.of_rank[:-1]),
+    )
+
+
+def _parted(p: Problem, rows: Rows) -> Rows:
+    """Rows of the joined problem as rows of the problem."""
+    parted: Rows = [[] for _ in rows]
+    for rank, row in enumerate(rows):
+        for action in row:
+            one, k = divmod(action, p.microbatches)
+            op = one // p.ranks
+            order = p.of_rank[rank][:: -1 if op else 1]
+            parted[rank] += [(op * p.stages + s) * p.microbatches + k for s in order]
+    return parted
 
 
 def _relieved(problem: Problem, rows: Rows) -> Rows:

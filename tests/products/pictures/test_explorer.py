@@ -17,7 +17,6 @@ from fpipe.errors import ScheduleError
 from fpipe.generators import schedule_names
 from fpipe.products.pictures import labels
 from fpipe.products.pictures.scene import scenes
-from fpipe.products.search.comparison import per_share
 from fpipe.schedule import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs"))
@@ -91,7 +90,7 @@ def test_times_are_those_of_the_simulator(page: Any, long: bool):
             refusals += 1
             continue
         for costs in COSTS if long else COSTS[len(asked) % 2 :][:1]:
-            t = schedule.simulate(per_share(costs, schedule))
+            t = schedule.simulate(costs, per="rank")
             asked.append(
                 [name, key, {"F": costs.F, "I": costs.I, "W": costs.W, "comm": costs.comm}]
             )
@@ -119,7 +118,7 @@ def test_figures_idle_times_and_names_are_those_of_the_pictures(page: Any, name:
     costs = COSTS[1]
     per_rank = next(n for n in (1, 2) if found_or_refused(name, 4, 8, n)[0])
     schedule = explorer.built(name, 4, 8, per_rank)
-    t = schedule.simulate(per_share(costs, schedule))
+    t = schedule.simulate(costs, per="rank")
     (scene,) = scenes(t)
     found = page.evaluate(
         "([n, k, c]) => fpipe.scene(n, k, c)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import pytest
@@ -408,8 +409,62 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(search, "anneal", interrupted)
         assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
-    monkeypatch.setattr(starts, "_named", interrupted)
+    found: list[object] = []
+
+    def once(*args: object) -> object:
+        if any(found):
+            raise KeyboardInterrupt
+        found.append(fill(*args))  # type: ignore[arg-type]
+        return found[-1]
+
+    fill = starts.fill
+    monkeypatch.setattr(starts, "fill", once)
     assert solve(Costs(F=3), 3, 60, "V", memory=4, time_limit=60).check().gap > 0
+
+
+EQUAL_WORK = [
+    (2, 6, 3, Costs(F=2, I=1, W=0.6, comm=0.1, saved=2)),
+    (6, 12, 18, Costs(F=2, I=2.4, W=2, comm=1, saved=2)),
+    (6, 18, None, Costs(F=2, I=2.4, W=2, comm=3, saved=2)),
+    (4, 8, 6, Costs(F=2, I=2, W=1.4, comm=0.1, saved=2)),
+    (4, 5, 8, Costs(F=[1.2, 0.9, 1.2, 1, 1.6, 1, 1.8, 0.6], I=1.1, W=1.3)),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "memory", "costs"), EQUAL_WORK)
+def test_any_placement_is_as_good_as_each(
+    p: int, m: int, memory: float | None, costs: Costs
+) -> None:
+    """Only the placement of the best start was improved, and "one" had no named schedules."""
+    within = partial(solve, costs, p, m, per="rank", memory=memory, time_limit=0, progress=False)
+    found = within().timeline.span
+    for placement in ("one", "loop", "V"):
+        assert found <= within(placement, stages=2 * p).timeline.span * (1 + 1e-9), placement
+    if not costs.counts:
+        assert found <= within("one").timeline.span * (1 + 1e-9), "one stage a rank"
+
+
+def test_of_equal_spans_the_shortest_total_is_taken() -> None:
+    """All placements have no bubble here; the first one ended at 27, and was returned."""
+    found = {
+        placement: solve(Costs(), 4, 8, placement, per="rank", progress=False).timeline
+        for placement in ("any", "one", "loop", "V")
+    }
+    assert {t.span for t in found.values()} == {24} and found["one"].total == 27
+    least = min((t.total, max(t.peak_bytes)) for t in found.values())
+    assert (found["any"].total, max(found["any"].peak_bytes)) == least
+
+
+def test_every_placement_of_a_large_problem_gets_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 ranks and 256 microbatches with "any" had ten times the span of "V": the first
+    placement took all of the time.
+    """
+    monkeypatch.setattr("fpipe.products.search.problem._LARGE", 0)
+    spans = [
+        quick(Costs(), 4, 16, placement, stages=8, time_limit=0).timeline.span
+        for placement in ("any", "one", "loop", "V")
+    ]
+    assert spans[0] == min(spans) == 96
 
 
 def test_stages_that_save_nothing_fit_in_any_memory() -> None:
@@ -419,6 +474,10 @@ def test_stages_that_save_nothing_fit_in_any_memory() -> None:
 def test_what_a_user_gets_wrong_is_named() -> None:
     for error, call in {
         "rank 0 holds 2 for one microbatch": lambda: quick(Costs(), 2, 4, "V", memory=1),
+        "'60GB' is in bytes, but saved=1.0 counts": lambda: quick(Costs(), 2, 4, memory="60GB"),
+        r"'9 kB' is in bytes, but saved=\(2.0, 1.0\)": lambda: quick(
+            Costs(saved=[2, 1]), 2, 4, "replicated", memory=[9, "9 kB"]
+        ),
         "memory='lots' is no limit": lambda: quick(Costs(), 2, 4, memory="lots"),
         "memory has 1 limits, but there are 2 ranks": lambda: quick(Costs(), 2, 4, memory=[3]),
         "3 stages cannot be placed evenly on 2 ranks": lambda: quick(Costs(F=[1, 2, 3]), 2, 4),
