@@ -88,7 +88,19 @@ format: $(VENV)/.installed-dev ## format the code and apply fixes
 # with TORCH=2.15.0 in the command, the benchmarks run in that environment
 BENCH_ENV := $(if $(filter command line,$(origin TORCH)),$(OTHER),$(VENV))
 
-bench: $(if $(filter $(VENV),$(BENCH_ENV)),$(VENV)/.installed-dev,$(OTHER)/.installed) ## all benchmarks of a CPU, into docs/performance.md; ARGS="torch limit" for some, TORCH=2.15.0
+.venv-peers/.installed: | $(VENV)/.installed-dev
+	@test -x .venv-peers/bin/python || $(VENV)/bin/python -m venv .venv-peers
+	@echo "installing the peers into .venv-peers ..."
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch -e . wheel ninja \
+		setuptools scipy opt_einsum ml_dtypes
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps jax==0.10.2 jaxlib==0.10.2 \
+		torchgpipe==0.0.7 megatron-core==0.16.1
+	@DS_BUILD_OPS=0 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		deepspeed==0.19.8
+	@touch $@
+
+bench: $(if $(filter peers,$(ARGS)),.venv-peers/.installed)
+bench: $(if $(filter $(VENV),$(BENCH_ENV)),$(VENV)/.installed-dev,$(OTHER)/.installed) ## all benchmarks of a CPU, into docs/performance.md; ARGS="torch limit" for some, ARGS=peers, TORCH=2.15.0
 	@$(BENCH_ENV)/bin/python -m benchmarks $(ARGS)
 
 bench-gpu: $(VENV)/.installed-dev ## benchmarks of one GPU, if there is one

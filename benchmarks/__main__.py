@@ -5,7 +5,7 @@ docs/performance.md.
 
 Each runs in its own process, with one thread per process. The machine should be idle: each file
 records the load before and after. ``--quick`` takes few rounds and writes no results; it checks
-that all benchmarks run. The GPU benchmark runs only if it is named.
+that all benchmarks run. The benchmarks of a GPU and of peers run only if they are named.
 """
 
 from __future__ import annotations
@@ -84,13 +84,18 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
         (*NARROW, "--microbatches", "4", "--rounds", "1", "--layers", "4"),
     ),
     "late": ("bench_late", (), ("--seeds", "1", "--microbatches", "8", "--milliseconds", "2")),
+    "peers": (
+        "bench_peers",
+        ("--scenarios",),
+        ("--model", "tiny", "--cycles", "1", "--steps", "1", "--only", "fpipe:ZBV", "torch:ZBV"),
+    ),
     "gpu": (
         "bench_gpu",
         (),
         ("--rounds", "1", "--width", "256", "--tokens", "64", "--hidden", "512"),
     ),
 }
-DEFAULT = [name for name in BENCHES if name != "gpu"]
+DEFAULT = [name for name in BENCHES if name not in ("gpu", "peers")]
 #: benchmark -> commands that it needs, besides root
 NEEDED = {"narrow": ("ip", "tc")}
 
@@ -125,7 +130,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; all but gpu by default")
+    parser.add_argument(
+        "names", nargs="*", help=f"of {', '.join(BENCHES)}; all but gpu and peers by default"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--into", type=Path, default=folder(torch.__version__))
     given = parser.parse_args()

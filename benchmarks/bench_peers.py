@@ -8,7 +8,6 @@ with plain PyTorch first. Peers live in an environment of their own (``make peer
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -169,6 +168,14 @@ def row(
     return {**about, **middle, **extra, "losses": losses, "norms": norms, "load": load()}
 
 
+def about(s: Setting) -> str:
+    """A scenario in words."""
+    count = f"{s.microbatches} microbatches of {s.rows} x {s.tokens} tokens"
+    more = [s.dtype, *([s.optimizer] if s.optimizer != "sgd" else [])]
+    more += ["recompute"] if s.recompute else []
+    return f"{s.model}, {s.ranks} processes, {count}, {', '.join(more)}"
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Lines for a terminal."""
     peers = [r["step"] for r in rows if "step" in r and r["library"] not in ("fpipe", "plain")]
@@ -190,48 +197,62 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def chosen(args: argparse.Namespace) -> list[Setting]:
-    """The settings that the command asks for."""
-    base = Setting(
-        "",
-        "",
-        args.model,
-        args.ranks,
-        args.microbatches,
-        args.rows,
-        args.tokens,
-        args.dtype,
-        args.optimizer,
-        args.recompute,
-        False,
-        args.steps,
-    )
-    wanted = [pair.partition(":") for pair in args.only]
+#: What ``make bench ARGS=peers`` runs: what differs from the defaults, and the jobs.
+FEW = ["fpipe:1F1B", "fpipe:ZBV", "torch", "deepspeed"]
+SCENARIOS: tuple[tuple[dict[str, Any], list[str]], ...] = (
+    ({"model": "16M", "rows": 2}, []),
+    ({"model": "16M", "rows": 2, "ranks": 4}, []),
+    ({}, []),
+    ({"ranks": 4}, FEW),
+    ({"tokens": 512}, FEW),
+    ({"dtype": "bfloat16"}, FEW),
+    ({"optimizer": "adamw"}, FEW),
+    ({"recompute": True}, FEW),
+    ({"compile": True}, FEW),
+)
+
+
+def chosen(base: Setting, only: list[str]) -> list[Setting]:
+    """The settings of a scenario: plain PyTorch, and the jobs of ``only``, or all."""
+    wanted = [pair.partition(":") for pair in only]
     jobs = [
         (library, name)
         for library, name in JOBS
-        if not wanted or any(w[0] == library and w[2] in ("", name) for w in wanted)
+        if not wanted
+        or library == "plain"
+        or any(w[0] == library and w[2] in ("", name) for w in wanted)
     ]
-    settings = [replace(base, library=library, schedule=name) for library, name in jobs]
-    able = [s for s in settings if s.library in ("fpipe", "torch", "plain")]
-    return settings + ([replace(s, compile=True) for s in able] if args.compile else [])
+    able = ("fpipe", "torch", "plain")  # of a job that is compiled
+    return [
+        replace(base, library=library, schedule=name, compile=compiled)
+        for library, name in jobs
+        for compiled in ((False, True) if base.compile and library in able else (False,))
+    ]
 
 
 def main() -> None:
-    """Print the table."""
-    parser = options(__doc__, ranks=2, microbatches=8, rows=1, tokens=128, steps=5, cycles=3)
-    parser.add_argument("--model", choices=MODELS, default="16M")
+    """Print the tables."""
+    parser = options(__doc__, ranks=2, microbatches=8, rows=1, tokens=128, steps=3, cycles=2)
+    parser.add_argument("--model", choices=MODELS, default="GPT-2 small")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--compile", action="store_true", help="compiled rows in addition")
     parser.add_argument("--only", nargs="*", default=[], metavar="LIBRARY[:SCHEDULE]")
+    parser.add_argument("--scenarios", action="store_true", help="those of the page, in turn")
     parser.add_argument("--python", default=str(ROOT / ".venv-peers" / "bin" / "python"))
-    args = parser.parse_args()
-    python = args.python if Path(args.python).exists() else sys.executable
-    rows = measure(chosen(args), args.cycles, python)
-    print("\n".join(table(rows)))
-    save(rows, args.json)
+    args = vars(parser.parse_args())
+    own = {name: args[name] for name in Setting.__dataclass_fields__ if name in args}
+    scenarios = SCENARIOS if args["scenarios"] else (({}, args["only"]),)
+    python = args["python"] if Path(args["python"]).exists() else sys.executable
+    rows = []
+    for changes, only in scenarios:
+        base = Setting("", "", **{**own, **changes})
+        print(about(base), flush=True)
+        found = measure(chosen(base, only), args["cycles"], python)
+        print("\n".join(table(found)) + "\n", flush=True)
+        rows += found
+        save(rows, args["json"])
 
 
 if __name__ == "__main__":

@@ -118,6 +118,87 @@ def _beside_torch(rows: Rows) -> Iterator[str]:
     yield from _table(heads, lines)
 
 
+_PEERS = (
+    "`make bench ARGS=peers`. One transformer, with the same weights, tokens and microbatches, a "
+    "thread a process. Each library runs in processes of its own, with its own settings of malloc; "
+    "jobs alternate. All losses, and the norms of all gradients, agree with plain PyTorch on one "
+    "process with as many threads (*differs by*). The step includes the optimizer. *MB* is what "
+    "the fullest process holds at most in a step beyond its libraries, *first step* the time from "
+    "the start of the processes to the end of the first step. Bounds: ZBV at most 0.80 of the best "
+    "peer's best schedule, every schedule at most 0.95 of torch's same one in time and memory, and "
+    "at most 1.03 of its limit. megatron-core asks for CUDA: four of its names are patched. "
+    "DeepSpeed builds an operator when it runs for the first time. JAX runs one program on all "
+    "ranks, so each has the same number of blocks. A line in place of figures is a library's error."
+)
+_PEER_NAMES = {
+    "plain": "PyTorch",
+    "torch": "torch.distributed.pipelining",
+    "deepspeed": "DeepSpeed",
+    "megatron": "megatron-core",
+    "jax": "JAX",
+}
+
+
+def _peers(rows: Rows) -> Iterator[str]:
+    groups: dict[str, Rows] = {}
+    for r in rows:
+        size = f"{r['rows']} x {r['tokens']} tokens"
+        more = [r["dtype"], {"sgd": ""}.get(r["optimizer"], r["optimizer"])]
+        more += ["recompute" if r["recompute"] else ""]
+        what = ", ".join(filter(None, [f"{r['microbatches']} microbatches of {size}", *more]))
+        groups.setdefault(f"{r['model']}, {r['ranks']} processes, {what}", []).append(r)
+    heads = (
+        "s a step",
+        "of the best peer",
+        "of torch's",
+        "MB",
+        "of torch's",
+        "first step",
+        "limit",
+    )
+    for title, found in groups.items():
+        yield f"\n**{title}**\n"
+        yield from _table((_loads(found), *heads, "differs by"), [_peer(r, found) for r in found])
+
+
+def _loads(found: Rows) -> str:
+    """The load of the machine while a group of rows was measured."""
+    loads = [r["load"] for r in found if "load" in r]
+    return f"load {min(loads):g} to {max(loads):g}" if loads else ""
+
+
+def _peer(r: dict[str, Any], found: Rows) -> list[str]:
+    library = _PEER_NAMES.get(r["library"], r["library"])
+    name = f"{library} {r['schedule']}{', compiled' if r['compile'] else ''}"
+    if "error" in r:
+        return [name, r["error"], *[""] * 7]
+    ours = r["library"] == "fpipe"
+    done = [p for p in found if "error" not in p]
+    others = [p["step"] for p in done if p["library"] not in ("fpipe", "plain")]
+    key = ("schedule", "compile")
+    same = [p for p in done if p["library"] == "torch" and all(p[k] == r[k] for k in key)]
+    best = r["step"] / min(others) if others else math.nan
+    most = 0.8 if r["schedule"] == "ZBV" and ours else math.inf
+    time, memory = "", ""
+    if ours and same:
+        time = f"{r['step'] / same[0]['step']:.2f}"
+        time = _kept(r["step"] / same[0]["step"], 0.95, time)
+        share = r["peak"] / same[0]["peak"]
+        memory = _kept(share, 0.95, f"{share:.2f}")
+    over = r["step"] / r["limit"] if r.get("limit") else None
+    return [
+        name,
+        f"{r['step']:.3f}",
+        _kept(best, most, f"{best:.2f}"),
+        time,
+        f"{r['peak'] / 1e6:,.0f}",
+        memory,
+        f"{r['first']:.1f} s",
+        "" if over is None else _kept(over, 1.03, f"{over:.2f}"),
+        f"{max(r['losses'], r['norms']):.0e}",
+    ]
+
+
 def _through_gloo(rows: Rows) -> Iterator[str]:
     more = ("programs ms", "of torch") if all("programs ms" in r for r in rows) else ()
     lines = [
@@ -607,6 +688,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
         _MANY,
         _many_ranks,
     ),
+    "peers": ("Real sizes, beside other libraries", _PEERS, _peers),
     "limit": ("Compared with the limit and with the forecast", _LIMIT, _limit),
     "split": ("Cost of splitting the backward", _SPLIT, _split),
     "runner": ("Cost of the runner", _RUNNER, _runner),

@@ -95,7 +95,8 @@ def make_registered(
 
 def called(fn: Callable[..., T], *counts: int, **keywords: object) -> T:
     """The result of a function for schedules; ScheduleError where it takes other arguments."""
-    if isinstance(fn, type) or getattr(fn, "__module__", "") == "fpipe.products.search.auto":
+    uncalled = inspect.isfunction(fn) and fn.__module__ == "fpipe.products.search.auto"
+    if isinstance(fn, type) or uncalled:
         raise no_source(fn)
     try:
         inspect.signature(fn).bind(*counts, **keywords)
