@@ -16,7 +16,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,17 +55,18 @@ def adding(
             found[op.name] = replace(op, name=name, target=add[0], args=args, inputs=inputs)
             if op.target is _aten.index_put.default:
                 del found[op.args[0]]
-        elif value.nbytes > LARGE:
-            source = op
-            while (
-                source.target in _TURNED
-                and len(readers[source.args[0]]) == 1
-                and source.args[0] in by_name
-            ):
-                source = by_name[source.args[0]]
-            if source.target is _aten.mm.default:
-                found[source.name] = replace(source, target=product)
+        elif value.nbytes > LARGE and (source := _product(op, by_name, readers)):
+            found[source.name] = replace(source, target=product)
     return list(found.values())
+
+
+def _product(
+    op: Operation, by_name: Mapping[str, Operation], readers: Mapping[str, Sequence[Operation]]
+) -> Operation | None:
+    """The product that a result is, or that it shows transposed; None: it is another one."""
+    while op.target in _TURNED and op.args[0] in by_name and len(readers[op.args[0]]) == 1:
+        op = by_name[op.args[0]]
+    return op if op.target is _aten.mm.default else None
 
 
 def _rows(
@@ -88,8 +88,8 @@ def _rows(
             target = add_indexed
         case _:
             return None
-    read: Any = op.reads[op.inputs.index(index)]
-    if read.dtype not in (torch.int64, torch.int32):
+    read = op.reads[op.inputs.index(index)]
+    if not isinstance(read, Aval) or read.dtype not in (torch.int64, torch.int32):
         return None
     return (target, rows, index) if _FEW * math.prod(read.shape) <= value.shape[0] else None
 

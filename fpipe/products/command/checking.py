@@ -162,8 +162,7 @@ def compare(
     chosen = comparison.take(entries, limit)
     if out is not None:
         title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}"
-        most = None if memory is None else limit
-        pictures.frontier(list(comparison.points(entries)), out, look, title, most)
+        pictures.frontier(list(comparison.points(entries)), out, look, title, limit)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         taken = chosen and chosen.name

@@ -139,7 +139,7 @@ def frontier(
     path: str | PathLike[str],
     look: Look,
     title: str,
-    limit: float | None = None,
+    limit: float,
 ) -> None:
     """Write bubble against memory as ``.svg``, ``.png``, ``.pdf`` or ``.html``.
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise, product
-from math import cos, pi, sin
+from math import cos, isfinite, pi, sin
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -59,9 +59,7 @@ margin:auto}}</style>
 Point: TypeAlias = tuple[str, float, float, bool]
 
 
-def paint(
-    points: Sequence[Point], look: Look, suffix: str, title: str, limit: float | None
-) -> bytes:
+def paint(points: Sequence[Point], look: Look, suffix: str, title: str, limit: float) -> bytes:
     """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold."""
     width = look.width or WIDTH
     colours = palette(1, bool(look.dark))
@@ -84,7 +82,7 @@ def _draw(
     figure: Figure,
     points: Sequence[Point],
     title: str,
-    limit: float | None,
+    limit: float,
     colours: Mapping[str, str],
 ) -> None:
     width = 96 * figure.get_figwidth()
@@ -94,7 +92,7 @@ def _draw(
     names: defaultdict[tuple[bool, float, float], list[str]] = defaultdict(list)
     for name, memory, bubble, is_best in points:
         names[not is_best, -memory / scale, bubble].append(name)
-    right = 1.06 * max(most, limit or 0.0) / scale
+    right = 1.06 * max(most, limit if isfinite(limit) else 0.0) / scale
     top = 1.1 * max(0.01, *(bubble for _, _, bubble, _ in points))
     held = "microbatches of its share of the model" if unit == "B" else unit
     axes = figure.subplots()
@@ -117,7 +115,7 @@ def _draw(
     pixels = axes.transData
     taken = [_box(pixels.transform(ends), 2) for ends in pairwise(corners)]
     taken += [_box(pixels.transform([(-left, y)]), 5) for _, left, y in names]
-    if limit:
+    if isfinite(limit):
         line = [(limit / scale, 0.0), (limit / scale, top)]
         axes.plot(*zip(*line, strict=True), "--", color=colours["mark"])
         what = f" a rank may hold {number(limit / scale)}"

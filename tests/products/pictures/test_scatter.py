@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise, product
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure
 
 def test_it_follows_its_reader_or_is_dark(tmp_path: Path):
     light, dark = (colours.THEME["ink"], colours.THEME["paper"])
-    write = lambda name, look: pictures.frontier(POINTS, tmp_path / name, look, TITLE)
+    write = lambda name, look: pictures.frontier(POINTS, tmp_path / name, look, TITLE, inf)
     write("both.svg", Look())
     text = (tmp_path / "both.svg").read_text()
     assert f'[style*="fill: {light[0]}"]{{fill:{light[1]}!important}}' in text
