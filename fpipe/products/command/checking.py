@@ -165,8 +165,8 @@ def compare(
         pictures.frontier(list(comparison.points(entries)), out, look, title, limit)
     if as_json:
         rows = [entry._asdict() for entry in entries]
-        taken = chosen and chosen.name
-        print_json({"schedules": rows, "take": taken, "not for these counts": unsupported})
+        take = {"take": chosen and chosen.name, "not for these counts": unsupported}
+        print_json({"schedules": rows} | take)
         return
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
     click.echo(f"ranks {p}, microbatches {m}, {price!r} of {whose}\n")
@@ -177,10 +177,8 @@ def compare(
     if chosen is None:
         click.echo(f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks")
     else:
-        click.echo(
-            f"\ntake {chosen.name}: total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, holds "
-            f"{chosen.memory:.6g}"
-        )
+        found = f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, holds {chosen.memory:.6g}"
+        click.echo(f"\ntake {chosen.name}: {found}")
 
 
 @click.command()

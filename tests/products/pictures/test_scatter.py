@@ -32,9 +32,9 @@ def figure(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 @pytest.mark.parametrize("width", [326.4, 400, 768, 1600])
-@pytest.mark.parametrize("limit", [None, 6.0])
+@pytest.mark.parametrize("limit", [inf, 6.0])
 def test_names_are_over_no_other_name_no_point_and_no_line(
-    figure: list[Figure], width: float, limit: float | None
+    figure: list[Figure], width: float, limit: float
 ):
     scatter.paint(POINTS, Look(width=width, paper=width < 350), ".png", TITLE, limit)
     (axes,) = figure[0].axes
@@ -53,7 +53,7 @@ def test_names_are_over_no_other_name_no_point_and_no_line(
 
 
 def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure]):
-    scatter.paint(POINTS, Look(), ".svg", TITLE, None)
+    scatter.paint(POINTS, Look(), ".svg", TITLE, inf)
     (axes,) = figure[0].axes
     assert axes.get_xlabel().endswith("in microbatches of its share of the model")
     assert axes.yaxis.get_major_formatter()(0.15) == "15%"
