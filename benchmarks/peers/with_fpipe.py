@@ -11,7 +11,7 @@ import torch
 import fpipe
 from benchmarks.alone import Alone, programs
 from benchmarks.peers.job import Job
-from benchmarks.peers.model import RATE, Setting, batch, layer, loss, tensors
+from benchmarks.peers.model import RATE, Setting, batch, block, embedding, head, loss, tensors
 
 PER_RANK = {"GPipe": 1, "1F1B": 1}
 
@@ -23,18 +23,17 @@ def build(setting: Setting, rank: int) -> Job:
     placement = "V" if setting.schedule in ("ZBV", "DualPipeV") else "loop"
     cuts, heads = setting.cuts(count, placement), setting.shape[2]
 
+    @fpipe.block
+    def one_block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return block(p, x, heads)
+
+    again = fpipe.remat(one_block) if setting.recompute else one_block
+    ends = {"embedding": embedding, "head": head}
+
     def stage_of(names: list[str]) -> Any:
-        def run(name: str) -> Any:
-            def one(p: Any, x: torch.Tensor) -> torch.Tensor:
-                return layer(name, heads, p, x)
-
-            return fpipe.remat(one) if setting.recompute and name.startswith("block") else one
-
-        runs = [(name, run(name)) for name in names]
-
         def stage(params: Any, x: torch.Tensor) -> torch.Tensor:
-            for name, one in runs:
-                x = one(params[name], x)
+            for name in names:
+                x = ends.get(name, again)(params[name], x)
             return x
 
         return stage
