@@ -424,6 +424,7 @@ class Timeline:
         against: Timeline | None = None,
         dark: bool | None = None,
         width: float | None = None,
+        full: bool = False,
     ) -> None:
         """Write a picture: ``.svg``, ``.png``, ``.pdf``, ``.html``, ``.txt`` or ``.json`` (a trace
         for Perfetto).
@@ -436,6 +437,7 @@ class Timeline:
             dark: Draw for dark paper. By default, ``.svg`` and ``.html`` follow their reader and
                 others are light.
             width: The width in pixels. By default it follows from the number of actions.
+            full: Draw all of a long steady state, of which still pictures leave the middle out.
 
         Raises:
             FpipeError: The suffix is not known, or matplotlib is missing for ``.png`` and
@@ -448,7 +450,7 @@ class Timeline:
         >>> path.read_text()[:4]
         '<svg'
         """
-        look = product("pictures").Look(memory, against is not None, dark, width)
+        look = product("pictures").Look(memory, against is not None, dark, width, full=full)
         product("pictures").save(self if against is None else [against, self], path, look)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from textwrap import fill
 
 import click
 
@@ -112,48 +113,44 @@ def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
 
 # ---- text ----
 def _show(job: Job, result: Layouts) -> None:
-    model = job.model
-    gpu = job.gpu
-    click.echo(
-        f"{model.name}: {model.parameters / 1e9:.4g} billion parameters, {job.batch} sequences of "
-        f"{job.sequence} tokens, {job.gpus} {gpu.name} of {gpu.memory / GIB:.0f} GiB\n"
+    _say(
+        f"{job.model.name}: {job.model.parameters / 1e9:.4g} billion parameters, {job.batch} "
+        f"sequences of {job.sequence} tokens, "
+        f"{job.gpus} {job.gpu.name} of {job.gpu.memory / GIB:.0f} GiB"
     )
-    click.echo(table(list(map(_row, result.best))))
-    click.echo("\n" + _why(result.best[0]))
-    click.echo(
+    click.echo(f"\n{table(list(map(_row, result.best)), ' ')}\n")
+    for line in _why(result.best[0]):
+        _say(line)
+    _say(
         f"{result.possible} of {result.layouts} layouts have room for the state and one "
         f"microbatch; {result.predicted} were simulated; no other can be faster"
     )
 
 
-def _row(prediction: Prediction) -> dict[str, object]:
+def _say(text: str) -> None:
+    """Print a paragraph of at most 80 columns."""
+    click.echo(fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _row(prediction: Prediction) -> Mapping[str, object]:
     """A layout in the table."""
-    job = prediction.job
     layout = prediction.layout
-    return {
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "zero": layout.zero,
-        "schedule": layout.schedule,
-        "stages": layout.stages,
-        "microbatches": f"{layout.microbatches(job)} of {layout.microbatch}",
+    names = ("tp", "pp", "dp", "zero", "schedule", "stages")
+    return {name: getattr(layout, name) for name in names} | {
+        "microbatches": f"{layout.microbatches(prediction.job)} of {layout.microbatch}",
         "recompute": layout.recompute,
         "seconds": f"{prediction.step:.4g}",
-        "TFLOP/s": f"{prediction.flops / 1e12:.0f}",
-        "MFU": f"{prediction.mfu:.1%}",
-        "bubble": f"{prediction.bubble:.1%}",
-        "GiB": f"{prediction.fullest.total / GIB:.1f}",
+        "GiB": f"{prediction.fullest.total / GIB:.0f}",
     }
 
 
-def _why(best: Prediction) -> str:
+def _why(best: Prediction) -> Sequence[str]:
     """What the time and the memory of a layout consist of, and what limits them."""
     job = best.job
     full = best.fullest
-    shares = {name: seconds / best.step for name, seconds in best.parts.items()}
-    longest = sorted(shares.items(), key=lambda item: -item[1])
-    time = ", ".join(f"{name} {share:.1%}" for name, share in longest if share >= 0.0005)
+    longest = sorted(best.parts.items(), key=lambda item: -item[1])
+    least_shown = 0.0005 * best.step
+    time = ", ".join(f"{name} {s / best.step:.1%}" for name, s in longest if s >= least_shown)
     least = operations(job) * job.tokens / job.gpus / (job.gpu.flops * job.gpu.matmul)
     parts = {
         "state of layers": full.layers,
@@ -165,9 +162,10 @@ def _why(best: Prediction) -> str:
         parts["gradients that come later"] = -full.late
     memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     return (
-        f"time: {time}\n"
+        f"speed: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble {best.bubble:.1%}",
+        f"time: {time}",
         f"limit: {best.limit}; no layout takes less than {least:.4g} s, the model's operations at "
-        f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s\n"
+        f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
         f"memory: pipeline rank {full.rank} holds {full.total / GIB:.1f} of "
-        f"{usable(job) / GIB:.1f} GiB: {memory}"
+        f"{usable(job) / GIB:.1f} GiB: {memory}",
     )

@@ -192,7 +192,7 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(finite, indent=1))
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def table(rows: Sequence[Mapping[str, object]], gap: str = "  ") -> str:
     """The lines of a table: names of columns, and the rows.
 
     >>> print(table([{"x": 1, "double": 2}, {"x": 20, "double": 40}]))
@@ -200,7 +200,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
      1       2
     20      40
     """
-    return "\n".join(aligned([rows[0], *(row.values() for row in rows)], str.rjust))
+    return "\n".join(aligned([rows[0], *(row.values() for row in rows)], str.rjust, gap))
 
 
 def parse_costs(text: str) -> Costs:

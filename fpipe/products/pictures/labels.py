@@ -40,7 +40,9 @@ def size_text(nbytes: float) -> str:
 
 
 def aligned(
-    rows: Iterable[Iterable[object]], pad: Callable[[str, int], str] = str.ljust
+    rows: Iterable[Iterable[object]],
+    pad: Callable[[str, int], str] = str.ljust,
+    gap: str = "  ",
 ) -> list[str]:
     """The lines of a table, each column as wide as its widest cell.
 
@@ -49,7 +51,7 @@ def aligned(
     """
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(pad, row, widths)).rstrip() for row in cells]
+    return [gap.join(map(pad, row, widths)).rstrip() for row in cells]
 
 
 def time(value: float, scene: Scene) -> str:
@@ -113,7 +115,7 @@ def left_out(scene: Scene) -> Iterator[str]:
     if fold := scene.fold:
         count = counted(fold.microbatches, "microbatch")
         times = f"{number(fold.start)} to {time(fold.end, scene)}"
-        yield f"Not drawn: {count} of the steady state, from {times}; --full draws all."
+        yield f"Not drawn: {count} of the steady state, from {times}; --full, or save(full=True), draws all."
 
 
 def units(scene: Scene) -> str:

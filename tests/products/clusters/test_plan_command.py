@@ -40,16 +40,25 @@ def printed(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, LINE + " --top 3")
-    lines = out.splitlines()
+    assert max(map(len, out.splitlines())) <= 80
+    lines = out.replace("\n  ", " ").splitlines()  # what is longer goes on
     assert lines[0].startswith(
         "llama 1024x8: 0.1914 billion parameters, 32 sequences of 1024 tokens, 8 a100 of 4 GiB"
     )
     assert lines[2].split()[:5] == ["tp", "pp", "dp", "zero", "schedule"]
-    seconds = [float(line.split()[10]) for line in lines[3:6]]
+    seconds = [float(line.split()[-2]) for line in lines[3:6]]
     assert seconds == sorted(seconds) and lines[6] == ""
-    assert [line.partition(":")[0] for line in lines[7:10]] == ["time", "limit", "memory"]
-    shares = [float(part.split()[-1].rstrip("%")) for part in lines[7].split(", ")]
+    assert [line.partition(":")[0] for line in lines[7:11]] == ["speed", "time", "limit", "memory"]
+    shares = [float(part.split()[-1].rstrip("%")) for part in lines[8].split(", ")]
     assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_the_widest_layouts_fit_80_columns(capsys: pytest.CaptureFixture[str]):
+    only = " --only schedule=InterleavedZeroBubble --only recompute=selective --only pp=4"
+    line = LINE.replace("--gpus 8", "--gpus 1024").replace("32K", "1M")
+    out = printed(capsys, line + only)
+    assert "InterleavedZeroBubble" in out and "selective" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_plan_is_written_and_read(capsys: pytest.CaptureFixture[str]):

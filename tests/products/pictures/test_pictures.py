@@ -523,6 +523,9 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert f"Not drawn: {left_out} microbatches of the steady state" in text
+    assert "save(full=True)" in text
+    t.save(tmp_path / "whole.svg", full=True)
+    assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
     hidden = next(bar for bar in whole.bars if fold.start + 9 < bar.start < fold.end - 9)
     assert f">{hidden.action}:" not in text
     places = [fold.place(x) for x in (1, fold.start, fold.end, whole.total)]
