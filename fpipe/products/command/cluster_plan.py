@@ -135,10 +135,9 @@ def _say(text: str) -> None:
 def _row(prediction: Prediction) -> Mapping[str, object]:
     """A layout in the table."""
     layout = prediction.layout
-    names = ("tp", "pp", "dp", "zero", "schedule", "stages")
+    names = ("tp", "pp", "dp", "zero", "schedule", "stages", "recompute")
     return {name: getattr(layout, name) for name in names} | {
         "microbatches": f"{layout.microbatches(prediction.job)} of {layout.microbatch}",
-        "recompute": layout.recompute,
         "seconds": f"{prediction.step:.4g}",
         "GiB": f"{prediction.fullest.total / GIB:.0f}",
     }

@@ -115,7 +115,10 @@ def left_out(scene: Scene) -> Iterator[str]:
     if fold := scene.fold:
         count = counted(fold.microbatches, "microbatch")
         times = f"{number(fold.start)} to {time(fold.end, scene)}"
-        yield f"Not drawn: {count} of the steady state, from {times}; --full, or save(full=True), draws all."
+        yield (
+            f"Not drawn: {count} of the steady state, from {times}; "
+            "--full, or save(full=True), draws all."
+        )
 
 
 def units(scene: Scene) -> str:
