@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,19 +53,26 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
 
 
 def examples() -> str:
-    """The files of examples/ as a page."""
+    """The files of examples/ as a page: each under the name of its task, from its docstring."""
     lines = [
-        "# Examples",
+        "# Recipes and examples",
         "",
-        "The test suite runs each of these files, as far as one machine allows.",
+        "Each recipe is a file that runs by itself; copy it and change it. The test suite runs all "
+        "of them, as far as one machine allows.",
         "",
+        "| task | file |",
+        "|---|---|",
     ]
+    sections: list[str] = []
     for path in sorted((ROOT / "examples").iterdir()):
         if path.suffix not in (".py", ".ipynb"):
             continue
-        lines += [f"## examples/{path.name} {{#{path.stem}}}", ""]
+        title = task(path)
+        lines.append(f"| [{title}](#{path.stem}) | `{path.name}` |")
+        sections += [f"## {title} {{#{path.stem}}}", "", f"`examples/{path.name}`", ""]
         for kind, text in _cells(path):
-            lines += [text, ""] if kind == "markdown" else ["```python", text, "```", ""]
+            sections += [text, ""] if kind == "markdown" else [f"```{kind}", text, "```", ""]
+    lines += ["", *sections]
     for path in sorted((ROOT / "examples" / "cluster").iterdir()):
         if path.is_file():
             kind = LANGUAGES.get(path.suffix, "docker")
@@ -74,17 +82,32 @@ def examples() -> str:
     return "\n".join(lines)
 
 
+def task(path: Path) -> str:
+    """The task of an example: the beginning of its first sentence.
+
+    >>> task(ROOT / "examples" / "multi_token.py")
+    'Multi-token prediction'
+    """
+    if path.suffix == ".ipynb":
+        return "A notebook"
+    return re.split(r"[:.](?:\s|$)", path.read_text(encoding="utf-8")[3:], maxsplit=1)[0]
+
+
 def _cells(path: Path) -> Iterator[tuple[str, str]]:
-    """The text and the code of an example, each as (kind, text)."""
+    """The text, the commands and the code of an example, each as (kind, text)."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        yield "code", text.strip()
+        _, about, code = text.split('"""', 2)
+        for paragraph in about.strip().split("\n\n"):
+            command = re.match(r"\s*(python|torchrun|fpipe) ", paragraph)
+            yield "sh" if command else "markdown", textwrap.dedent(paragraph).replace("``", "`")
+        yield "python", code.strip()
         return
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             source = re.sub(r"^#+", "###", source, flags=re.M)
-        yield cell["cell_type"], source
+        yield "markdown" if cell["cell_type"] == "markdown" else "python", source
 
 
 # ---- the schedules ----

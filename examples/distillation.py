@@ -2,7 +2,8 @@
 
 Each stage has some layers of the teacher and one of the student. The teacher's parameters are frozen, so its layers
 have no backward. The loss compares what both return at the end: half of it is the distance between the words that they
-expect (as probabilities, softened by TEMPERATURE), half is the student's cross entropy.
+expect (as probabilities, softened by TEMPERATURE), half is the student's cross entropy. It falls, but not to zero: this
+teacher has random weights and expects other words than the targets, so no student fits both.
 
 python examples/distillation.py                                   # four ranks in one process
 torchrun --nproc-per-node 4 examples/distillation.py              # or a process for each

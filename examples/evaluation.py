@@ -1,4 +1,4 @@
-"""Evaluation during training: loss and accuracy on held-out data (a validation set) every few steps.
+"""Evaluation during training (validation): loss and accuracy on held-out data every few steps.
 
 A call of the pipeline runs forwards alone: without gradients, and nothing is kept for a backward. ``each=`` counts the
 rows of a microbatch that are right, on the rank of the last stage. The loss comes back on every rank.

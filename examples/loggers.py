@@ -1,8 +1,8 @@
-"""Logging of a training run: a progress bar, TensorBoard and Weights & Biases (wandb), as callbacks of ``fpipe.Loop``.
+"""Logging to Weights & Biases (W&B, wandb), TensorBoard and a progress bar: callbacks of ``fpipe.Loop``.
 
 ``Loop(log=...)`` calls a function with a record of each step, on the first process alone: step, loss, seconds, learning
 rate and norm of the gradients. TensorBoard and wandb are used where they are installed. wandb is in the mode
-"offline", which sends nothing: leave it out for your own runs. The loss is that of a small regression; it falls.
+"offline", which sends nothing: leave it out for your own runs. The loss, of a regression, falls as 32 rows are learned.
 
 python examples/loggers.py                                   # four ranks in one process
 torchrun --nproc-per-node 4 examples/loggers.py              # or a process for each

@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA): the weights stay as they are; adapters are trained, saved, loaded and merged.
+"""LoRA, low-rank adapters, with save and merge: the weights stay as they are; adapters are trained, saved and merged.
+
+The loss is the mean squared error to random targets. It falls because the adapters learn 32 rows by heart. The last
+line is the loss with the adapters that were saved and loaded, and with weights into which they were merged: the same.
 
 python examples/lora.py                                   # four ranks in one process
 torchrun --nproc-per-node 4 examples/lora.py              # or a process for each

@@ -1,4 +1,4 @@
-"""The same initialisation for any cut of a model: parameters on "meta", drawn by name (weight initialization, seeds).
+"""The same initialisation for any cut of a model on "meta" (initialization, seeds): parameters are drawn by name.
 
 The model is built on the device "meta", without values. Each tensor is drawn from a generator whose seed is a function
 of its name, so it does not depend on which tensors were drawn before it, on which process, or in how many stages the

@@ -1,10 +1,11 @@
-"""A large vision tower before a small text model (multimodal, vision-language): one stage on several ranks.
+"""A big tower on several ranks (multimodal, vision-language): a vision tower before a small text model.
 
 The tower costs about three times as much as the text model. With a rank each, the rank of the text model would wait.
 ``replicas=(3, 1)`` puts the tower on three ranks, each of which runs every third microbatch, and the text model on one.
 The text is a side input of its stage: it is not sent between ranks.
 
-The loss is the cross entropy of the next word of a caption. Gradients of the three copies are added in the order of
+The loss is the cross entropy of the next word of a caption; it falls, because the kind of an image determines its
+caption. Gradients of the three copies are added in the order of
 microbatches, so the losses are those of two ranks, to the last bit.
 
 python examples/tower.py                                   # four ranks in one process

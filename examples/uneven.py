@@ -1,10 +1,10 @@
-"""Uneven layers and the pipeline bubble (load balancing): measure the layers, and cut them so that ranks are idle less.
+"""Uneven layers, and measure the bubble (load balancing): time the layers, and cut them so that ranks are idle less.
 
 The slowest stage determines the time of a step, and the other ranks wait for it. Here the first layers are wide, as in
 a network for images. The layers are measured as twelve stages, ``fpipe.balance`` chooses the cut into four stages, and
 the table has the share of a step for which each rank is idle, with layers of equal counts and with the chosen cut.
 
-The cut changes no number: both pipelines have the same losses, to the last bit.
+The cut changes no number: both pipelines have the same losses, to the last bit. They fall as targets are learned.
 
 python examples/uneven.py                                   # four ranks in one process
 torchrun --nproc-per-node 4 examples/uneven.py              # or a process for each

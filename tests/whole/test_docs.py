@@ -151,6 +151,40 @@ def test_reference_has_every_public_name(hooks: ModuleType, monkeypatch: pytest.
         hooks.text_of(hidden, "hidden")
 
 
+#: task -> the example, by words that one searches for
+TASKS = {
+    "multi-token prediction": "multi_token",
+    "large vocabulary": "large_vocabulary",
+    "LoRA": "lora",
+    "distillation": "distillation",
+    "same initialisation": "same_start",
+    "measure the bubble": "uneven",
+    "uneven layers": "uneven",
+    "big tower": "tower",
+    "SAM": "sam",
+    "DP-SGD": "per_example",
+    "evaluation during training": "evaluation",
+    "data loader": "data_loader",
+    "W&B": "loggers",
+    "TensorBoard": "loggers",
+    "progress bar": "loggers",
+    "injected faults": "faults",
+}
+
+
+@pytest.mark.parametrize("words", TASKS)
+def test_a_recipe_is_found_by_its_task(hooks: ModuleType, words: str):
+    """In README, and in a heading of the page of recipes, which says what the loss does."""
+    name = TASKS[words]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[([^\]]*)\]\(examples/(\w+)\.py\)", readme)
+    assert any(words in " ".join(text.split()) for text, file in links if file == name)
+    heading, _, text = hooks.examples().partition(f" {{#{name}}}\n")
+    about, command, _ = text.partition("```sh\n")
+    assert words.lower() in heading.splitlines()[-1].lower()
+    assert command and " loss" in about and re.search(r"\bfalls?\b|changes no number", about)
+
+
 def test_one_page_has_a_line_for_every_public_name(hooks: ModuleType):
     lines = re.findall(
         r"^\* \[`fpipe\.([\w.]+)`\]\((\S+)#fpipe\.\1\): (.+)$", hooks.overview(), re.M

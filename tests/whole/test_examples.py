@@ -47,6 +47,7 @@ SMALL = {
     "loggers": 10,
     "same_start": 10,
     "faults": 10,
+    "data_loader": 18,
 }
 #: with the same losses on four processes
 RECIPES = (
@@ -60,6 +61,7 @@ RECIPES = (
     "loggers",
     "same_start",
     "faults",
+    "data_loader",
 )
 #: those that take arguments
 EXPLAINED = ("moe", "zero")
