@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, islice, pairwise, product, zip_longest
 from math import ceil, floor, inf
@@ -151,6 +152,8 @@ def _rows(p: Problem) -> Iterator[Rows]:
     kinds = [_named(p), (dispatch(p, block(p, *steps)) for steps in _STEPS)]
     if p.path == tuple(s % p.ranks for s in range(p.stages)):
         kinds = [_warm_ups(p), *kinds]
+    elif list(p.path) == sorted(p.path):
+        kinds = [(_parted(p, rows) for rows in _rows(_joined(p))), *kinds]
     for row in zip_longest(*kinds):
         yield from filter(None, row)
 
@@ -242,6 +245,28 @@ def _named(problem: Problem) -> Iterator[Rows]:
                 if problem.stages > problem.ranks:
                     yield _relieved(problem, rows)
                 yield rows
+
+
+def _joined(p: Problem) -> Problem:
+    """The problem in which the stages of each rank, which follow each other, are one."""
+    sums = {
+        name: tuple(sum(getattr(p, name)[s] for s in held) for held in p.of_rank)
+        for name in ("F", "I", "W", "saved", "kept")
+    }
+    link = tuple(p.link[held[-1]] for held in p.of_rank[:-1])
+    return replace(p, path=tuple(range(p.ranks)), link=link, **sums)
+
+
+def _parted(p: Problem, rows: Rows) -> Rows:
+    """Rows of the joined problem as rows of the problem."""
+    parted: Rows = [[] for _ in rows]
+    for rank, row in enumerate(rows):
+        for action in row:
+            one, k = divmod(action, p.microbatches)
+            op = one // p.ranks
+            order = p.of_rank[rank][:: -1 if op else 1]
+            parted[rank] += [(op * p.stages + s) * p.microbatches + k for s in order]
+    return parted
 
 
 def _relieved(problem: Problem, rows: Rows) -> Rows:
