@@ -116,7 +116,7 @@ def pad(
     >>> [y.shape for y in unpad([torch.zeros(1, 4, 7), torch.zeros(1, 4, 7)])]
     [torch.Size([1, 3, 7]), torch.Size([1, 3, 7])]
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+    if type(multiple) is not int or multiple < 1:
         raise BatchError(
             f"multiple={multiple!r}; give a whole number, 1 or more, such as cp * lcm(2, tp)"
         )

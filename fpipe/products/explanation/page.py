@@ -180,7 +180,12 @@ class Explanation:
         Raises:
             FpipeError: the suffix is another one, or the file cannot be written.
         """
-        pictures.write("explanation", path, {".html": self._html, ".txt": self.__str__})
+        pictures.write(
+            "explanation",
+            path,
+            (".html", ".txt"),
+            lambda suffix: str(self) if suffix == ".txt" else self._html(),
+        )
 
     def __str__(self) -> str:
         parts = [self.facts.title, self._about, ""]

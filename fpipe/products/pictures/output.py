@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from importlib import import_module
 from os import PathLike, fspath
@@ -18,30 +19,15 @@ from ...actions import write_bytes
 from ...errors import FpipeError
 from . import html, svg, terminal, trace
 from .fold import shortened
-from .scene import Look, Scenes, Timelines, scenes
+from .scene import Look, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def _still(scenes: Scenes, look: Look, suffix: str) -> str | bytes:
-    """A still picture. Of a single long schedule it shows a part of the steady state."""
-    scenes = shortened(scenes, look)
-    if suffix == ".svg" and not look.paper:
-        return svg.paint(scenes, look)
-    return _figures().paint(scenes, look, suffix)
-
-
-_PAINTERS: dict[str, Callable[[Scenes, Look], str | bytes]] = {
-    ".svg": lambda scenes, look: _still(scenes, look, ".svg"),
-    ".png": lambda scenes, look: _still(scenes, look, ".png"),
-    ".pdf": lambda scenes, look: _still(scenes, look, ".pdf"),
-    ".html": html.paint,
-    ".json": trace.paint,
-    ".txt": lambda scenes, look: terminal.paint(scenes),
-}
 #: the suffixes of pictures
-FORMATS = tuple(_PAINTERS)
+FORMATS = (".svg", ".png", ".pdf", ".html", ".json", ".txt")
+STYLES = ("paper", "light", "dark")  #: of figures
 CELL = 1000.0  #: pixels of a cell of a notebook, about
 MOST_LINES = 400  #: of text that folds
 
@@ -90,8 +76,10 @@ def plot(
     Raises:
         FpipeError: if matplotlib is not installed, or no style has this name.
     """
-    look = look or Look()
-    return _figures().plot(scenes(timeline, look.difference), look, style, ax)
+    if style not in STYLES:
+        raise FpipeError(f"no style is called {style!r}; use {', '.join(STYLES)}")
+    shown = replace(look or Look(), paper=style == "paper", dark=style == "dark")
+    return _figures().plot(scenes(timeline, shown.difference), shown, ax)
 
 
 def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = None) -> None:
@@ -107,24 +95,37 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
     .html, .json or .txt
     """
     shown = look or Look()
-    writers = {
-        suffix: lambda paint=paint: paint(scenes(timeline, shown.difference), shown)
-        for suffix, paint in _PAINTERS.items()
-    }
-    write("picture", path, writers)
+
+    def painted(suffix: str) -> str | bytes:
+        drawn = scenes(timeline, shown.difference)
+        if suffix == ".html":
+            return html.paint(drawn, shown)
+        if suffix == ".json":
+            return trace.paint(drawn)
+        if suffix == ".txt":
+            return terminal.paint(drawn)
+        drawn = shortened(drawn, shown)
+        if suffix == ".svg" and not shown.paper:
+            return svg.paint(drawn, shown)
+        return _figures().paint(drawn, shown, suffix)
+
+    write("picture", path, FORMATS, painted)
 
 
 def write(
-    what: str, path: str | PathLike[str], writers: Mapping[str, Callable[[], str | bytes]]
+    what: str,
+    path: str | PathLike[str],
+    suffixes: Sequence[str],
+    content_for: Callable[[str], str | bytes],
 ) -> None:
     """Write a file in the format of its suffix."""
     suffix = Path(fspath(path)).suffix.lower()
-    if suffix not in writers:
-        *most, last = writers
+    if suffix not in suffixes:
+        *most, last = suffixes
         raise FpipeError(
             f"no {what} is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}"
         )
-    content = writers[suffix]()
+    content = content_for(suffix)
     try:
         write_bytes(path, content if isinstance(content, bytes) else content.encode())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -147,8 +148,7 @@ def frontier(
     the other. ``limit`` is what a rank may hold.
     """
     paint = _figures("scatter").paint
-    kinds = (".svg", ".png", ".pdf", ".html")
-    write("picture", path, {s: lambda s=s: paint(points, look, s, title, limit) for s in kinds})
+    write("picture", path, FORMATS[:4], lambda suffix: paint(points, look, suffix, title, limit))
 
 
 def _figures(module: str = "plotting") -> ModuleType:

@@ -23,14 +23,12 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D, Bbox
 
-from ...errors import FpipeError
 from . import labels
 from .colours import ink, palette
 from .labels import wrapped
 from .scene import Look, Points, Scene, Scenes, has_curves
 from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
 
-STYLES = ("paper", "light", "dark")
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
 PAPER_LETTERS = 7 * 96 / 72  #: in pixels, the smallest that conferences accept
 HEADING, PAPER_HEADING = 70.0, 26.0  #: pixels above a scene
@@ -40,9 +38,8 @@ LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib 
 
 def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     """The scenes as a ``.png`` or ``.pdf``."""
-    style = "paper" if look.paper else "dark" if look.dark else "light"
     figure = Figure()
-    plot(scenes, look, style, new_axes(figure, scenes, look, style))
+    plot(scenes, look, new_axes(figure, scenes, look))
     if not look.paper:
         return figure_bytes(figure, suffix)
     drawn = figure.get_tightbbox()
@@ -67,53 +64,50 @@ def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") 
     return file.getvalue()
 
 
-def new_axes(figure: Figure, scenes: Scenes, look: Look, style: str) -> Axes:
+def new_axes(figure: Figure, scenes: Scenes, look: Look) -> Axes:
     """Axes as large as the scenes need, alone in a figure."""
     width, lane = natural_size(scenes)
-    if style == "paper":
+    if look.paper:
         width = min(width, PAPER_WIDTH - LEFT - RIGHT)
         lane = min(lane, 16)
     if look.width:
         width = max(look.width - LEFT - RIGHT, 60.0)
     pitch = frame(scenes, look, width, lane).pitch
-    above = PAPER_HEADING if style == "paper" else HEADING
-    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * above
+    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * _above(look)
     wide = width + LEFT + RIGHT
     high = height + 2 * HEADING
     figure.set_size_inches(wide / 96, high / 96)
-    figure.set_facecolor(palette(1, style == "dark")["paper"])
+    figure.set_facecolor(palette(1, bool(look.dark))["paper"])
     corner = LEFT / wide, HEADING / high
     return figure.add_axes((*corner, width / wide, height / high))
 
 
-def plot(scenes: Scenes, look: Look, style: str = "paper", axes: Axes | None = None) -> Axes:
-    """Draw scenes one over the other into axes, or into those of a new figure of pyplot.
+def _above(look: Look) -> float:
+    """Pixels between scenes."""
+    return PAPER_HEADING if look.paper else HEADING
 
-    Raises:
-        FpipeError: if there is no such style.
-    """
-    if style not in STYLES:
-        raise FpipeError(f"no style is called {style!r}; use {', '.join(STYLES)}")
+
+def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
+    """Draw scenes one over the other into axes, or into those of a new figure of pyplot."""
     if axes is None:
         from matplotlib import pyplot  # it chooses a backend
 
-        axes = new_axes(pyplot.figure(), scenes, look, style)
+        axes = new_axes(pyplot.figure(), scenes, look)
     window = axes.get_window_extent()
     pixel = axes.figure.dpi / 96
     width, height = window.width / pixel, window.height / pixel
-    for_paper = style == "paper"
-    above = PAPER_HEADING if for_paper else HEADING
+    above = _above(look)
     pitch = (height - (len(scenes) - 1) * above) / sum(len(scene.lanes) for scene in scenes)
     curve = CURVE if has_curves(scenes, look) else 0.0
-    least = PAPER_LETTERS if for_paper else 6.5
+    least = PAPER_LETTERS if look.paper else 6.5
     f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS, least)
-    font = 7 if for_paper else 8
-    colours = palette(max(scene.shades for scene in scenes), style == "dark")
+    font = 7 if look.paper else 8
+    colours = palette(max(scene.shades for scene in scenes), bool(look.dark))
     ticks: dict[float, str] = {}
     y = 0.0
     for scene in scenes:
         heading = [labels.title(scene), labels.figures(scene), *labels.left_out(scene)]
-        if for_paper:
+        if look.paper:
             heading = [scene.name] if len(scenes) > 1 else []
         lines = "\n".join(line for text in heading for line in wrapped(text, 13, width))
         axes.text(0, y - 8 / f.pitch, lines, color=colours["ink"], fontsize=font)
@@ -182,7 +176,7 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
     for start, end, top, height, *_ in boxes:
         low = place(start, top)
         high = place(end, top + height)
-        corners.append([low, (end, low[1]), high, (start, high[1])])
+        corners.append([low, (high[0], low[1]), high, (low[0], high[1])])
     rectangles = PolyCollection(
         corners,
         facecolors=[colours[box.colour] for box in boxes],

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import pairwise, product
-from math import cos, isfinite, pi, sin
-from operator import itemgetter
+from itertools import pairwise
+from math import isfinite
 from typing import TypeAlias
 
 from matplotlib import RcParams, rc_context
@@ -46,8 +45,8 @@ axes.titlelocation left
 axes.titlesize medium
 lines.markersize 5
 """
-#: steps away from a point, in pixels, and the eighths of a turn that are tried there
-STEPS, EIGHTHS = range(7, 160, 8), (0, 1, 7, 2, 6, 3, 5, 4)
+#: where a name may be, as seen from its point: 1 or -1 to the right, and upwards
+WAYS = ((1, 0), (1, 1), (1, -1), (0, 1), (0, -1), (-1, 1), (-1, -1), (-1, 0))
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark"><title>{}</title>
@@ -155,22 +154,21 @@ def _box(points: ArrayLike, pad: float) -> BboxBase:
 def _beside(
     spot: BboxBase, size: BboxBase, inside: BboxBase, taken: Sequence[BboxBase]
 ) -> BboxBase:
-    """The nearest box for a text of this size beside a spot, over nothing that is taken and with
-    nothing between, or over least of it.
+    """The nearest box for a text of this size around a spot that is over nothing that is taken and
+    with nothing between, or over least of it.
     """
-    found: list[tuple[int, BboxBase]] = []
-    for step, eighth in product(STEPS, EIGHTHS):
-        right, up = round(cos(eighth * pi / 4)), round(sin(eighth * pi / 4))
-        x = spot.x0 - size.x0 + right * (step + size.width / 2) - size.width / 2
-        y = spot.y0 - size.y0 + up * (step + size.height / 2) - size.height / 2
-        box = size.translated(x, y)
-        between = Bbox.union([box, spot]).count_overlaps(taken) - spot.count_overlaps(taken)
-        over = box.count_overlaps(taken) + between
-        over += 99 * (not inside.contains(*box.min)) + 99 * (not inside.contains(*box.max))
-        found.append((over, box))
-        if not over:
-            break
-    return min(found, key=itemgetter(0))[1]
+    boxes = [
+        size.translated(right * (step + size.width / 2), up * (step + size.height / 2))
+        for step in range(7, 160, 8)
+        for right, up in WAYS
+    ]
+
+    def over(box: BboxBase) -> int:
+        is_inside = inside.count_contains(box.get_points()) == 2
+        between = Bbox.union([box, spot]).count_overlaps(taken)
+        return box.count_overlaps(taken) + between + 99 * (not is_inside)
+
+    return min(boxes, key=over)
 
 
 def _wrapped(text: str, space: float) -> str:

@@ -146,8 +146,11 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
             foot = y + f.lane + f.curve
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
             curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
-            curve = _around_fold(curve, scene)
-            tops = [(time, foot - height * max(held, 0)) for time, held in curve]
+            tops = [
+                (time, foot - height * max(held, 0))
+                for time, held in curve
+                if not scene.is_hidden(time)
+            ]
             yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
 
 
@@ -161,50 +164,30 @@ def envelope(curve: Points, length: float) -> Points:
     return [(at * length, max(amount for _, amount in group)) for at, group in groups]
 
 
-def _around_fold(curve: Points, scene: Scene) -> Points:
-    """A curve that is 0 in the time that is not drawn."""
-    if not (fold := scene.fold):
-        return curve
-    before = [point for point in curve if point[0] < fold.start]
-    after = [point for point in curve if point[0] > fold.end]
-    held = next((held for time, held in reversed(curve) if time <= fold.end), 0.0)
-    return [*before, (fold.start, 0.0), (fold.end, held), *after]
-
-
-def _visible(start: float, end: float, scene: Scene) -> tuple[float, float]:
-    """The part of an interval that is drawn; of one that is not drawn the end is its start."""
-    if not (fold := scene.fold) or end <= fold.start or start >= fold.end:
-        return start, end
-    if start < fold.start:
-        return start, fold.start
-    return (fold.end, end) if end > fold.end else (start, start)
-
-
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
     for gap in lane.gaps:
         hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
-        start, end = _visible(gap.start, gap.end, scene)
-        if start < end:
-            yield Rect(start, end, y, f.lane, gap.cause, hint if f.hints else "")
+        if not (scene.is_hidden(gap.start) and scene.is_hidden(gap.end)):
+            yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
     if fold := scene.fold:
-        middle = (fold.start + fold.end) / 2
-        yield Label(middle, y + f.lane / 2, "\u2026", 14, "paper", fold.gap * f.scale)
+        at = (fold.start + fold.end) / 2
+        yield Label(at, y + f.lane / 2, "\u2026", 14, "paper", fold.gap * f.scale)
     for bar in lane.bars:
-        start, end = _visible(bar.start, bar.end, scene)
-        if start == end != bar.end:
+        if scene.is_hidden(bar.start) and scene.is_hidden(bar.end):
             continue
-        wide = (end - start) * f.scale
+        wide = (scene.place(bar.end) - scene.place(bar.start)) * f.scale
         height = f.lane / len(bar.kinds)
         size = min(f.size, height - 2)
         inset = min(0.5, wide / 8)
         hint = labels.hint(bar, scene) if f.hints else ""
         top = y
         for part, colour in zip(bar.action.parts, bar.colours, strict=True):
-            yield Rect(start, end, top, height, colour, hint, inset)
+            yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
             label = name(part, f.detail)
             room = f.letters * text_width(label, size) <= wide - 2
             if size >= f.least and room and wide >= f.named:
-                yield Label((start + end) / 2, top + height / 2, label, size, colour, wide - 2)
+                middle = (bar.start + bar.end) / 2
+                yield Label(middle, top + height / 2, label, size, colour, wide - 2)
             top += height
 
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from hashlib import sha256
 from html import escape
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from ...actions import OPS
@@ -133,16 +135,9 @@ def _element(shape: Shape, scene: Scene, sheet: _Sheet, y: float) -> str:
         foot = y + shape.y + 0.36 * shape.size
         kind = f"{shape.colour}t m"
         return text(sheet.x(shape.time, scene), foot, shape.text, shape.size, kind, shape.space)
-    outline = ""
-    last = None
-    for time, height in shape.points:
-        x = sheet.x(time, scene)
-        foot = y + height
-        if last is None:
-            outline = f"M{x:g} {foot:g}"
-        elif foot != last:
-            outline += f"H{x:g}V{foot:g}"
-        last = foot
+    points = ((sheet.x(time, scene), y + height) for time, height in shape.points)
+    (left, foot), *steps = (next(level) for _, level in groupby(points, key=itemgetter(1)))
+    outline = f"M{left:g} {foot:g}" + "".join(f"H{x:g}V{foot:g}" for x, foot in steps)
     return f'<path class="{shape.colour}" d="{outline}"/>'
 
 

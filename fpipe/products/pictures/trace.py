@@ -12,14 +12,14 @@ import json
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from .scene import Look, Scene, Scenes
+from .scene import Scene, Scenes
 
 Event: TypeAlias = dict[str, object]
 
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 
 
-def paint(scenes: Scenes, look: Look) -> str:
+def paint(scenes: Scenes) -> str:
     """The file's text."""
     events = [event for pid, scene in enumerate(scenes) for event in _events(pid, scene)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))

@@ -13,7 +13,7 @@ Van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated Annealing", 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import exp
 from random import Random
@@ -26,10 +26,10 @@ def anneal(
     problem: Problem,
     rows: Rows,
     random: Random,
-    share: Callable[[], float],
+    shares: Iterable[float],
 ) -> Iterator[Filled]:
-    """Simulated annealing until ``share()``, the share of the time that has passed, is 1; yields
-    what is better than all before.
+    """Simulated annealing, with a move for each of ``shares``, those of the time that have passed;
+    yields what is better than all before.
     """
     end = first_ends(problem, rows)
     assert end is not None, "complete rows do not block each other"
@@ -38,7 +38,9 @@ def anneal(
     best = max(windows)
     warmth = max(0.01 * best, sum(problem.length) / len(problem.length))
     blocks = _blocks(problem, rows, end, windows)
-    while blocks and (passed := share()) < 1:
+    for passed in shares:
+        if not blocks:
+            return
         rank, first, last = random.choice(blocks)
         row = moved(rows[rank], first, last, random)
         peak = max(accumulate([problem.adds[action] for action in row]))

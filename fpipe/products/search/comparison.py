@@ -15,6 +15,7 @@ from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
 from ...actions import Per, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
+from ..pictures.labels import size_text
 
 
 class Entry(NamedTuple):
@@ -117,12 +118,12 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     columns: dict[str, Callable[[float], str]] = {
         "bubble": lambda share: f"{100 * share:.2f}%",
         "total": number,
-        "memory": _bytes if max(entry.memory for entry in entries) >= 4096 else number,
+        "memory": size_text if max(entry.memory for entry in entries) >= 4096 else number,
         "weights": lambda copies: f"{copies:g}x",
         "messages": str,
     }
     if any(entry.volume for entry in entries):
-        columns["volume"] = _bytes
+        columns["volume"] = size_text
     wide = max(len(entry.name) for entry in entries)
     names = ["schedule".ljust(wide), *(entry.name.ljust(wide) for entry in entries)]
     stages = ["stages", *(f"{entry.stages:>6}" for entry in entries)]
@@ -148,10 +149,3 @@ def _column(
         star = starred and value == least
         cells.append(best(f"{text:>{wide}}*") if star else f"{text:>{wide}} ")
     return cells
-
-
-def _bytes(value: float) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value >= 2**power:
-            return f"{value / 2**power:.4g} {unit}"
-    return f"{value:.4g} B"

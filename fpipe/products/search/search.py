@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import repeat
 from math import inf
 from random import Random
 from typing import TypeAlias
@@ -63,28 +63,23 @@ def search(
         return
     with suppress(KeyboardInterrupt):  # what was found until then counts
         for path, (problem, filled) in best.items():
-            for better in anneal(problem, filled.rows, Random(seed), _descent(problem)):
+            moves = repeat(_COLD, _DESCENT // len(problem.length))
+            for better in anneal(problem, filled.rows, Random(seed), moves):
                 best[path] = problem, better
             yield from _schedules(*best[path], costs)
     path, (problem, filled) = min(best.items(), key=lambda one: one[1][1].span)
     with suppress(KeyboardInterrupt):
-        for better in anneal(problem, filled.rows, Random(seed), _warming(share)):
+        for better in anneal(problem, filled.rows, Random(seed), _passing(share)):
             best[path] = problem, better
             if better.span <= min(bounds) * ALMOST:
                 break
     yield from _schedules(*best[path], costs)
 
 
-def _descent(problem: Problem) -> Callable[[], float]:
-    """The share of the time of a descent of a few moves, whatever the time."""
-    moves = chain(repeat(_COLD, _DESCENT // len(problem.length)), repeat(1.0))
-    return moves.__next__
-
-
-def _warming(share: Callable[[], float]) -> Callable[[], float]:
-    """The share of the time of annealing that has passed."""
-    begin = min(share(), 1.0)
-    return lambda: 1.0 if begin == 1.0 else (share() - begin) / (1 - begin)
+def _passing(share: Callable[[], float]) -> Iterator[float]:
+    """The shares of the time that have passed, until it has."""
+    while (passed := share()) < 1:
+        yield passed
 
 
 def _variants(problem: Problem, costs: Costs) -> Iterator[Problem]:

@@ -249,20 +249,12 @@ def _named(problem: Problem) -> Iterator[Rows]:
 
 def _joined(p: Problem) -> Problem:
     """The problem in which the stages of each rank, which follow each other, are one."""
-
-    def sums(numbers: Sequence[float]) -> tuple[float, ...]:
-        return tuple(sum(numbers[s] for s in held) for held in p.of_rank)
-
-    return replace(
-        p,
-        path=tuple(range(p.ranks)),
-        F=sums(p.F),
-        I=sums(p.I),
-        W=sums(p.W),
-        saved=sums(p.saved),
-        kept=sums(p.kept),
-        link=tuple(p.link[held[-1]] for held in p.of_rank[:-1]),
-    )
+    sums = {
+        name: tuple(sum(getattr(p, name)[s] for s in held) for held in p.of_rank)
+        for name in ("F", "I", "W", "saved", "kept")
+    }
+    link = tuple(p.link[held[-1]] for held in p.of_rank[:-1])
+    return replace(p, path=tuple(range(p.ranks)), link=link, **sums)
 
 
 def _parted(p: Problem, rows: Rows) -> Rows:

@@ -534,6 +534,16 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     assert axes.get_xlim()[1] == pytest.approx(whole.total)  # axes of a caller are those of time
 
 
+def test_bars_beside_what_is_left_out_are_rectangles_in_figures():
+    look = Look(memory=False, paper=True)
+    drawn = shortened(scenes(timeline("1F1B", 16, 64)), look)
+    axes = plotting.plot(drawn, look, Figure(figsize=(20, 8)).subplots())
+    (bars,) = (one for one in axes.collections if isinstance(one, PolyCollection))
+    corners = [path.vertices for path in bars.get_paths()]
+    assert all(len({x for x, _ in places}) <= 2 for places in corners)
+    assert max(x for places in corners for x, _ in places) == pytest.approx(drawn[0].length)
+
+
 @pytest.mark.parametrize("costs", ["F=1:1:1:2", "F=1,B=2.3"])
 def test_a_schedule_that_does_not_repeat_or_is_short_stays_whole(costs: str):
     noisy = timeline("1F1B", 4, 64, costs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 from random import Random
 
 import pytest
@@ -32,10 +31,9 @@ def start() -> Filled:
     return filled
 
 
-def steps(number: int):
-    """The share of a time that passes with each question."""
-    passed = count()
-    return lambda: next(passed) / number
+def steps(number: int) -> list[float]:
+    """The shares of a time of so many moves."""
+    return [passed / number for passed in range(number)]
 
 
 def annealed(seed: int = 0, number: int = 4000) -> list[Filled]:
