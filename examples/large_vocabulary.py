@@ -4,6 +4,7 @@ Logits are tokens x vocabulary, often the largest tensors of a training step. ``
 a part of their columns at a time. The last stage returns the loss; its labels are a side input.
 
 The loss begins near the logarithm of VOCABULARY, that of guesses, and falls to 0.02: each word decides the next one.
+With VOCABULARY = 262144 (262k) it takes half a minute of a core and falls from 13.1 to 0.02.
 
 python examples/large_vocabulary.py                                # two ranks in this process
 torchrun --nproc-per-node 2 examples/large_vocabulary.py           # two processes, one rank each
