@@ -12,6 +12,7 @@ from functools import cached_property
 from html import escape
 from itertools import chain
 from os import PathLike
+from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
 from ... import Costs, Schedule, Timeline
@@ -191,7 +192,8 @@ class Explanation:
         parts = [self.facts.title, self._about, ""]
         for title, (head, rows) in self._tables.items():
             parts += [title, *aligned([head, *rows]), ""]
-        return "\n".join([*parts, "What to change first", *self._advice])
+        advice = [fill(line, 80, subsequent_indent="   ") for line in self._advice]
+        return "\n".join([*parts, "What to change first", *advice])
 
     __repr__ = __str__
 
@@ -239,7 +241,7 @@ class Explanation:
             "What runs where": (where, list(self._where())),
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
-            "Idle": (("rank", "share of the step"), list(self._idle())),
+            "Idle": (("rank", "share", "of the step"), list(self._idle())),
         }
 
     def _where(self) -> Iterator[Sequence[object]]:
@@ -263,9 +265,9 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = idle_of(self.timeline, rank)
-            shown = "; ".join(f"{percent(one.share)} {one.why}" for one in causes[:3])
-            yield rank, shown or "-"
+            causes = [(percent(one.share), one.why) for one in idle_of(self.timeline, rank)[:3]]
+            for place, cause in enumerate(causes or [("-", "-")]):
+                yield "" if place else rank, *cause
 
 
 def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str:
