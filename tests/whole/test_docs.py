@@ -143,6 +143,8 @@ def test_reference_has_every_public_name(hooks: ModuleType, monkeypatch: pytest.
     pages = hooks.reference()
     for name in fpipe.__all__:
         assert sum(f"### fpipe.{name} {{#" in page for page in pages.values()) == 1, name
+    assert any(r"\_\_call\_\_ {#" in page for page in pages.values())
+    assert not any(re.search(r"^###.*__", page, re.M) for page in pages.values()), "would be bold"
     monkeypatch.setitem(hooks.SECTIONS, "Search", ("simulation", "balance"))
     with pytest.raises(ValueError, match=r"differ: \['Solved', 'solve'\]"):
         hooks.reference()
