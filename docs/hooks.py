@@ -484,7 +484,7 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def entry(name: str, value: Any, level: str = "###") -> list[str]:
     """The entry of one name: signature, docstring, members."""
     heading = name.replace("_" * 2, r"\_\_")  # Markdown makes bold of __call__
-    lines = [f"{level} {heading} {{#{heading}}}", ""]
+    lines = [f"{level} {heading} {{#{name.replace('_' * 2, '')}}}", ""]
     if callable(value) and name not in RETURNED:
         lines += ["```python", *signature(name, value), "```", ""]
     lines += [text_of(value, name), ""]

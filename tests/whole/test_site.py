@@ -37,6 +37,8 @@ QUERIES = {
     "in-place": "sharp.html",
     "tied parameters": "sharp.html",
     "zero bubble paper published": "published.html",
+    "gradient checkpointing": "howto/memory.html#gradient-checkpointing",
+    "NCCL hang": "howto/hang.html",
     "explain": "howto/explain.html",
     "why idle": "howto/explain.html",
     "whole logits": "howto/vocabulary.html",
