@@ -169,7 +169,8 @@ def compare(
         print_json({"schedules": rows} | take)
         return
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
-    click.echo(f"ranks {p}, microbatches {m}, {price!r} of {whose}\n")
+    click.echo(f"ranks {p}, microbatches {m}, {price!r} of {whose}")
+    click.echo("bubble: 1 - work / span; a star marks the best of a column\n")
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
         click.echo(line)
     if unsupported:

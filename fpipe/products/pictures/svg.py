@@ -78,7 +78,8 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
         notes = [*labels.notes(scene), *labels.left_out(scene)]
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
-            for line in wrapped(content, WIDER * size, sheet.right - sheet.margin - 12):
+            wide = 1.15 * size if kind == "ink b" else size
+            for line in wrapped(content, WIDER * wide, sheet.right - sheet.margin - 12):
                 elements.append(text(sheet.margin, y + 14, line, size, kind))
                 y += height
         y += 30
