@@ -39,14 +39,16 @@ F = TypeVar("F", bound=Callable[..., object])
 class FpipeError(Exception):
     """The base class of all errors that fpipe raises on purpose.
 
-    A long message loses its middle, which is the text of a value.
+    A long message loses its middle, which is the text of a value. Tracebacks of ranks and rows of
+    schedules stay whole.
 
     >>> issubclass(ScheduleError, FpipeError), len(str(BatchError("x" * 5000)))
     (True, 989)
     """
 
     def __init__(self, message: str = ""):
-        if len(message) > 990 and not isinstance(self, LaunchError):  # has the traceback of a rank
+        whole = isinstance(self, LaunchError) or "\n    rank" in message
+        if len(message) > 990 and not whole:
             message = f"{message[:600]} ... {message[-384:]}"
         super().__init__(message)
 

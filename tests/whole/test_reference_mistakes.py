@@ -482,7 +482,7 @@ COMMANDS = {
     "draw 1F1B --rank 4": "No such option '--rank'. Did you mean '--ranks'?",
     "check 1F1B": "there is no file '1F1B'; give the path of a CSV or of text",
     "check two.csv --ranks 4": "the schedule has 2 ranks, not 4; give --ranks 2, or another file",
-    "solve --memory lots": "'lots' is no number above 0 with a unit, such as 80GiB",
+    "solve --memory lots": "memory='lots' is no limit; give a number above 0",
     "solve --costs nowhere.json": "nowhere.json: No such file or directory; give another path",
     "solve --costs broken.json": "these costs are not JSON",
     "solve --out plan.svg": "give a file that ends in .csv",
