@@ -116,6 +116,7 @@ def figures(found: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": losses,
         "norms": {k: v for f in found for k, v in f["norms"].items()},
         "limit": found[0]["limit"],
+        "load": load(),
     }
 
 
@@ -162,10 +163,13 @@ def row(
     if not jobs:
         return {**about, "error": error}
     losses, norms = difference(jobs[0], plain[0]) if plain else (float("nan"),) * 2
-    middle = {key: statistics.median(job[key] for job in jobs) for key in ("step", "peak", "first")}
+    middle = {
+        key: statistics.median(job[key] for job in jobs)
+        for key in ("step", "peak", "first", "load")
+    }
     limits = [job["limit"] for job in jobs if job["limit"]]
     extra = {"limit": statistics.median(limits)} if limits else {}
-    return {**about, **middle, **extra, "losses": losses, "norms": norms, "load": load()}
+    return {**about, **middle, **extra, "losses": losses, "norms": norms}
 
 
 def about(s: Setting) -> str:
