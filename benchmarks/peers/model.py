@@ -198,7 +198,7 @@ def optimizer(setting: Setting, parameters: Any) -> torch.optim.Optimizer:
 def norms(modules: Any) -> dict[str, float]:
     """By name, the norm of the gradient of each parameter."""
     return {
-        f"{module.name}.{key}": p.grad.float().norm().item()
+        f"{module.name}.{key}": torch.linalg.vector_norm(p.grad, dtype=torch.float64).item()
         for module in modules
         for key, p in module.p.items()
     }

@@ -61,7 +61,7 @@ def build(setting: Setting, rank: int) -> Job:
         if not seen:
             seen.update(
                 {
-                    f"{name}.{key}": g.float().norm().item()
+                    f"{name}.{key}": torch.linalg.vector_norm(g, dtype=torch.float64).item()
                     for stage in grads
                     for name, layers in (stage or {}).items()
                     for key, g in layers.items()

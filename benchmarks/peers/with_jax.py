@@ -35,7 +35,7 @@ def block(p, x, heads):
 
 
 def norm_of(value: np.ndarray) -> float:
-    """The norm, summed in float64: XLA adds the squares of a table one after another."""
+    """The norm, summed in float64 as those of the others."""
     return float(np.sqrt(np.square(value, dtype=np.float64).sum()))
 
 
