@@ -27,6 +27,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 EDGE = 24  # around the page
 PHONE = 700  # pages narrower than this have short labels beside the lanes
 SWATCH = 16  # of the legend
+BOLD = 1.15  # letters in bold than others, at most
 WIDER = 1.15  # letters of a reader's typeface than those of `text_width`, at most
 
 
@@ -78,7 +79,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
         notes = [*labels.notes(scene), *labels.left_out(scene)]
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
-            wide = 1.15 * size if kind == "ink b" else size
+            wide = BOLD * size if kind == "ink b" else size
             for line in wrapped(content, WIDER * wide, sheet.right - sheet.margin - 12):
                 elements.append(text(sheet.margin, y + 14, line, size, kind))
                 y += height
