@@ -159,9 +159,9 @@ def row(
     setting: Setting, jobs: list[dict[str, Any]], error: str | None, plain: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The figures of a setting."""
-    about = asdict(setting)
+    given = {**asdict(setting), "scenario": about(setting)}
     if not jobs:
-        return {**about, "error": error}
+        return {**given, "error": error}
     losses, norms = difference(jobs[0], plain[0]) if plain else (float("nan"),) * 2
     middle = {
         key: statistics.median(job[key] for job in jobs)
@@ -169,7 +169,7 @@ def row(
     }
     limits = [job["limit"] for job in jobs if job["limit"]]
     extra = {"limit": statistics.median(limits)} if limits else {}
-    return {**about, **middle, **extra, "losses": losses, "norms": norms}
+    return {**given, **middle, **extra, "losses": losses, "norms": norms}
 
 
 def about(s: Setting) -> str:

@@ -142,11 +142,7 @@ _PEER_NAMES = {
 def _peers(rows: Rows) -> Iterator[str]:
     groups: dict[str, Rows] = {}
     for r in rows:
-        size = f"{r['rows']} x {r['tokens']} tokens"
-        more = [r["dtype"], {"sgd": ""}.get(r["optimizer"], r["optimizer"])]
-        more += ["recompute" if r["recompute"] else ""]
-        what = ", ".join(filter(None, [f"{r['microbatches']} microbatches of {size}", *more]))
-        groups.setdefault(f"{r['model']}, {r['ranks']} processes, {what}", []).append(r)
+        groups.setdefault(r["scenario"], []).append(r)
     heads = (
         "s a step",
         "of the best peer",

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,12 @@ class Job:
 
     Attributes:
         step: trains a step, and returns the loss where this process knows it.
-        norms: after the first step, the norms of the gradients here, by name.
+        norms: the norms of the gradients here, by name; filled by the first step.
         limit: the least seconds that the step can take by its programs, where that is known.
     """
 
     step: Callable[[], float | None]
-    norms: Callable[[], dict[str, float]]
+    norms: Mapping[str, float]
     limit: Callable[[], float | None] = lambda: None
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     library = importlib.import_module(f"benchmarks.peers.with_{setting.library}")
     before = memory("VmRSS")
     job = library.build(setting, rank)
-    losses, norms, ends = [], {}, []
+    losses, ends = [], []
     first = 0.0
     for number in range(WARM + setting.steps):
         if number == WARM:
@@ -71,13 +71,12 @@ def main() -> None:
         losses.append(job.step())
         if number == 0:
             first = time.time() - launched
-            norms = job.norms()
         if number >= WARM:
             ends.append(time.monotonic())
     peak = memory("VmHWM") - before
     found = {
         "losses": losses,
-        "norms": norms,
+        "norms": dict(job.norms),
         "ends": ends,
         "first": first,
         "peak": peak,

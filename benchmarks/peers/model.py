@@ -195,10 +195,32 @@ def optimizer(setting: Setting, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, RATE, foreach=True)
 
 
-def norms(modules: Any) -> dict[str, float]:
+class Update:
+    """The end of a step of a library that trains modules.
+
+    Attributes:
+        norms: those of the gradients of the first step, by name.
+    """
+
+    def __init__(self, setting: Setting, layers: Sequence[Layer]):
+        self.layers = layers
+        self.optimizer = optimizer(setting, [p for one in layers for p in one.parameters()])
+        self.norms: dict[str, float] = {}
+
+    def note(self) -> None:
+        """Keep the norms of the first step."""
+        if not self.norms:
+            self.norms.update({k: v for one in self.layers for k, v in norms(one).items()})
+
+    def __call__(self) -> None:
+        self.note()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def norms(one: Layer) -> dict[str, float]:
     """By name, the norm of the gradient of each parameter."""
     return {
-        f"{module.name}.{key}": torch.linalg.vector_norm(p.grad, dtype=torch.float64).item()
-        for module in modules
-        for key, p in module.p.items()
+        f"{one.name}.{key}": torch.linalg.vector_norm(p.grad, dtype=torch.float64).item()
+        for key, p in one.p.items()
     }

@@ -12,7 +12,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from benchmarks.peers.job import Job
-from benchmarks.peers.model import Layer, Setting, batch, loss, norms, optimizer
+from benchmarks.peers.model import Layer, Setting, Update, batch, loss
 
 
 def build(setting: Setting, rank: int) -> Job:
@@ -42,18 +42,15 @@ def build(setting: Setting, rank: int) -> Job:
     }
     if setting.dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer(setting, module.parameters()), config=config
-    )
+    update = Update(setting, [m for m in module.modules() if isinstance(m, Layer)])
+    engine, *_ = deepspeed.initialize(model=module, optimizer=update.optimizer, config=config)
     x, t = map(torch.from_numpy, batch(setting))
     pairs = list(zip(x.split(setting.rows), t.split(setting.rows), strict=True))
-    layers = [m for m in module.modules() if isinstance(m, Layer)]
-    seen: dict[str, float] = {}
     take = engine._take_model_step
 
     def noting(*args: object, **kwargs: object) -> object:
-        if not seen and all(p.grad is not None for m in layers for p in m.p.values()):
-            seen.update(norms(layers))
+        if all(p.grad is not None for p in module.parameters()):
+            update.note()
         return take(*args, **kwargs)
 
     engine._take_model_step = noting
@@ -61,4 +58,4 @@ def build(setting: Setting, rank: int) -> Job:
     def step() -> float:
         return engine.train_batch(iter(pairs)).item()
 
-    return Job(step, lambda: seen)
+    return Job(step, update.norms)

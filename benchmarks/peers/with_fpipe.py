@@ -84,4 +84,4 @@ def build(setting: Setting, rank: int) -> Job:
         costs = fpipe.Costs(**programs(pipe, alone), unit="s")
         return pipe.schedule(setting.microbatches).simulate(costs).total
 
-    return Job(step, lambda: seen, limit)
+    return Job(step, seen, limit)

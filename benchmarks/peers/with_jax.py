@@ -140,4 +140,4 @@ def build(setting: Setting, rank: int) -> Job:
         value, kept[0] = train(kept[0], xs, ts)
         return float(value)
 
-    return Job(step, lambda: seen)
+    return Job(step, seen)

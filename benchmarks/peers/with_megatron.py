@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.peers.job import Job
-from benchmarks.peers.model import Layer, Setting, batch, loss, norms, optimizer
+from benchmarks.peers.model import Layer, Setting, Update, batch, loss
 
 
 def patch() -> None:
@@ -40,10 +40,12 @@ def build(setting: Setting, rank: int) -> Job:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=setting.ranks)
     names = setting.cuts(setting.ranks, "loop")[rank]
 
+    layers = [Layer(setting, n) for n in names]
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(Layer(setting, n) for n in names)
+            self.layers = nn.ModuleList(layers)
             self.given: torch.Tensor | None = None
             self.model_type = ModelType.encoder_or_decoder
             self.config = ModelParallelConfig(
@@ -68,7 +70,7 @@ def build(setting: Setting, rank: int) -> Job:
             return x
 
     model = Model()
-    opt = optimizer(setting, model.parameters())
+    update = Update(setting, layers)
     x, t = map(torch.from_numpy, batch(setting))
     pairs = list(zip(x.split(setting.rows), t.split(setting.rows), strict=True))
     run = get_forward_backward_func()
@@ -82,8 +84,6 @@ def build(setting: Setting, rank: int) -> Job:
 
         return model(a), value
 
-    seen: dict[str, float] = {}
-
     def step() -> float | None:
         found = run(
             forward_step_func=forward,
@@ -94,10 +94,7 @@ def build(setting: Setting, rank: int) -> Job:
             micro_batch_size=setting.tokens,
             forward_only=False,
         )
-        if not seen:
-            seen.update(norms(model.layers))
-        opt.step()
-        opt.zero_grad()
+        update()
         return torch.stack([f["loss"] for f in found]).mean().item() if found else None
 
-    return Job(step, lambda: seen)
+    return Job(step, update.norms)

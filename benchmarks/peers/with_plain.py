@@ -6,18 +6,18 @@ import torch
 from torch import nn
 
 from benchmarks.peers.job import Job
-from benchmarks.peers.model import Layer, Setting, batch, loss, norms, optimizer
+from benchmarks.peers.model import Layer, Setting, Update, batch, loss
 
 
 def build(setting: Setting, rank: int) -> Job:
     """A module, whose gradients are accumulated over microbatches."""
     torch.set_num_threads(setting.ranks)
-    module = nn.Sequential(*(Layer(setting, n) for n in setting.names()))
+    layers = [Layer(setting, n) for n in setting.names()]
+    module = nn.Sequential(*layers)
     ran = torch.compile(module) if setting.compile else module
-    opt = optimizer(setting, module.parameters())
+    update = Update(setting, layers)
     x, t = map(torch.from_numpy, batch(setting))
     pairs = list(zip(x.split(setting.rows), t.split(setting.rows), strict=True))
-    seen: dict[str, float] = {}
 
     def step() -> float:
         total = torch.zeros(())
@@ -25,10 +25,7 @@ def build(setting: Setting, rank: int) -> Job:
             value = loss(ran(a), b) / setting.microbatches
             value.backward()
             total += value.detach()
-        if not seen:
-            seen.update(norms(module))
-        opt.step()
-        opt.zero_grad()
+        update()
         return total.item()
 
-    return Job(step, lambda: seen)
+    return Job(step, update.norms)

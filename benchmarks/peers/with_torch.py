@@ -9,7 +9,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 from benchmarks.peers.job import Job
-from benchmarks.peers.model import Layer, Setting, batch, loss, norms, optimizer
+from benchmarks.peers.model import Layer, Setting, Update, batch, loss
 
 CLASSES = {
     "GPipe": ("ScheduleGPipe", 1),
@@ -36,20 +36,16 @@ def build(setting: Setting, rank: int) -> Job:
     stages = [PipelineStage(m, s, count, device) for s, m in ran.items()]
     given = stages if per_rank > 1 else stages[0]
     schedule = getattr(schedules, name)(given, setting.microbatches, loss_fn=loss)
-    parameters = [p for m in modules.values() for p in m.parameters()]
-    opt = optimizer(setting, parameters)
+    layers = [one for m in modules.values() for one in m.modules() if isinstance(one, Layer)]
+    update = Update(setting, layers)
     x, t = map(torch.from_numpy, batch(setting))
     first, last = 0 in here, count - 1 in here
-    seen: dict[str, float] = {}
 
     def step() -> float | None:
         losses: list[torch.Tensor] = []
         args, more = ((x,) if first else ()), ({"target": t, "losses": losses} if last else {})
         schedule.step(*args, **more)
-        if not seen:
-            seen.update(norms(m for stage in modules.values() for m in stage))
-        opt.step()
-        opt.zero_grad()
+        update()
         return torch.stack(losses).mean().item() if last else None
 
-    return Job(step, lambda: seen)
+    return Job(step, update.norms)

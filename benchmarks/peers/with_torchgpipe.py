@@ -7,7 +7,7 @@ from torch import nn
 from torchgpipe import GPipe
 
 from benchmarks.peers.job import Job
-from benchmarks.peers.model import Layer, Setting, batch, loss, norms, optimizer
+from benchmarks.peers.model import Layer, Setting, Update, batch, loss
 
 
 def build(setting: Setting, rank: int) -> Job:
@@ -20,17 +20,13 @@ def build(setting: Setting, rank: int) -> Job:
         chunks=setting.microbatches,
         checkpoint="always" if setting.recompute else "never",
     )
-    opt = optimizer(setting, module.parameters())
+    update = Update(setting, layers)
     x, t = map(torch.from_numpy, batch(setting))
-    seen: dict[str, float] = {}
 
     def step() -> float:
         value = loss(module(x), t)
         value.backward()
-        if not seen:
-            seen.update(norms(layers))
-        opt.step()
-        opt.zero_grad()
+        update()
         return value.item()
 
-    return Job(step, lambda: seen)
+    return Job(step, update.norms)
