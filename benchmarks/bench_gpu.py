@@ -222,10 +222,13 @@ def rows(device: torch.device, width: int, tokens: int, rounds: int) -> Iterator
     """All comparisons."""
     bench = Bench(device, width, tokens, rounds)
     yield bench.compare("step, eager", bench.pipeline(), bench.plain(), 1.02)
+    yield bench.compare("step, addmm", bench.pipeline(compile="addmm"), bench.plain(), 1.0)
     if device.type != "cpu":
-        compiled = torch.compile(model, dynamic=False)
+        compiled = bench.plain(torch.compile(model, dynamic=False))
         inductor = bench.pipeline(compile="inductor")
-        yield bench.compare("step, inductor", inductor, bench.plain(compiled), 1.0)
+        yield bench.compare("step, inductor", inductor, compiled, 1.0)
+        graph = bench.pipeline(captured=True, compile="inductor")
+        yield bench.compare("step, inductor, graph", graph, compiled, 1.0)
         yield bench.memory(in_flight())
     work = host_work("ZBV", device=str(device))["us each"]
     yield {

@@ -189,7 +189,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "  losses  gradients"
     ]
     for r in rows:
-        name = f"{r['library']} {r['schedule']}{' compiled' if r['compile'] else ''}"
+        name = f"{r['library']} {r['schedule']}{' ' + r['compile'] if r['compile'] else ''}"
         if "error" in r:
             lines.append(f"{name:28} {r['error']}")
             continue
@@ -212,7 +212,7 @@ SCENARIOS: tuple[tuple[dict[str, Any], list[str]], ...] = (
     ({"dtype": "bfloat16"}, FEW),
     ({"optimizer": "adamw"}, FEW),
     ({"recompute": True}, FEW),
-    ({"compile": True}, FEW),
+    ({"compile": "inductor"}, FEW),
 )
 
 
@@ -226,11 +226,12 @@ def chosen(base: Setting, only: list[str]) -> list[Setting]:
         or library == "plain"
         or any(w[0] == library and w[2] in ("", name) for w in wanted)
     ]
-    able = ("fpipe", "torch", "plain")  # of a job that is compiled
+    compilers = {"fpipe": ("", "addmm", base.compile)}
+    compilers |= dict.fromkeys(("torch", "plain"), ("", base.compile))
     return [
         replace(base, library=library, schedule=name, compile=compiled)
         for library, name in jobs
-        for compiled in ((False, True) if base.compile and library in able else (False,))
+        for compiled in dict.fromkeys(compilers.get(library, ("",)))
     ]
 
 
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="compiled rows in addition")
+    parser.add_argument("--compile", choices=("inductor",), default="", help="compiled rows too")
     parser.add_argument("--only", nargs="*", default=[], metavar="LIBRARY[:SCHEDULE]")
     parser.add_argument("--scenarios", action="store_true", help="those of the page, in turn")
     parser.add_argument("--python", default=str(ROOT / ".venv-peers" / "bin" / "python"))

@@ -128,12 +128,11 @@ class Stage:
             raise StageError(
                 f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}"
             )
-        if self.compile is not None and self.compile not in torch.compiler.list_backends(
-            exclude_tags=()
-        ):
-            known = ", ".join(torch.compiler.list_backends())
+        every = (None, "addmm", *torch.compiler.list_backends(exclude_tags=()))
+        if self.compile not in every:
             raise StageError(
-                f"compile={self.compile!r} is no compiler that torch knows; choose from {known}"
+                f"compile={self.compile!r} is no compiler; choose 'addmm', 'inductor' or one of "
+                "torch.compiler.list_backends()"
             )
         object.__setattr__(self, "frozen", patterns("frozen", self.frozen))
         if not _names_axes(self.dynamic):

@@ -39,7 +39,7 @@ class Setting:
     dtype: str = "float32"
     optimizer: str = "sgd"
     recompute: bool = False
-    compile: bool = False
+    compile: str = ""  # "addmm" or "inductor"
     steps: int = 5
 
     @property

@@ -44,7 +44,7 @@ def build(setting: Setting, rank: int) -> Job:
         loss=loss,
         microbatches=setting.microbatches,
         group=group,
-        **({"compile": "inductor"} if setting.compile else {}),
+        compile=setting.compile or None,
     )
     params: Any = [
         {name: tensors(setting, name) for name in names} if s in pipe.here else None

@@ -249,8 +249,9 @@ def pipeline(
         engine: ``"trace"`` turns each stage into programs, once for each structure of its
             arguments. ``"eager"`` runs it on autograd, for Python that depends on values of
             tensors. ``Stage(engine=)`` overrides it.
-        compile: a backend of ``torch.compile`` for the programs, such as ``"inductor"``. None: they
-            run as traced.
+        compile: ``"addmm"``, by which weight gradients are added by the products themselves; or a
+            backend of ``torch.compile``, such as ``"inductor"``. Both can round differently. None:
+            programs run as traced.
         overlap: how fused actions, as of DualPipeV, run: ``"weave"`` computes one part while the
             other communicates, ``"sequential"`` runs one after the other.
         dp: ``fpipe.copies(group, zero=1, ...)``, or the group alone: copies of this pipeline, each
@@ -305,8 +306,8 @@ def pipeline(
         )
         described = feature("elsewhere.stages").described(incomplete)
     functions = [with_defaults(stage, engine, compile) for stage in described]
-    if loss is not None and engine != "trace":
-        loss = with_defaults(as_stage(loss), engine)
+    if loss is not None and (engine != "trace" or compile):
+        loss = with_defaults(as_stage(loss), engine, compile)
     frozen_leaves = [*patterns("frozen", frozen)]
     for number, stage in enumerate(described):
         frozen_leaves += [f"{number}.{name}" for name in stage.frozen]

@@ -265,7 +265,8 @@ class Programs(HeldBytes):
     extra: str | None = None
     #: By letter, of an eager stage: the most bytes that the program holds beyond those before it.
     during: Mapping[str, int] = field(default_factory=dict)
-    compiled: bool = False
+    #: What compiled the programs, if anything did.
+    compiler: Any = None
     label: str = ""
     #: If the sizes are not those of the trace: the programs of the trace, and a function that
     #: resizes one of them.
@@ -307,8 +308,6 @@ class Programs(HeldBytes):
     def added_by(self, letter: str) -> dict[int, str]:
         """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") can add itself."""
         program = getattr(self, letter.lower())
-        if self.compiled:
-            return {}
         computed = set(program.outputs) if self.eager else {op.name for op in program.traced}
         return {i: name for i, name in enumerate(self.dps) if name is not None and name in computed}
 
@@ -334,9 +333,9 @@ class Programs(HeldBytes):
         adds: dict[str, list[str]] = {}
         for index, name in self.added_by(letter).items():
             adds.setdefault(name, []).append(f"g{index}")
-        return program.adding(
-            adds, [name for name in program.outputs if name not in adds or name in self.dxs]
-        )
+        outputs = [name for name in program.outputs if name not in adds or name in self.dxs]
+        made = self.compiler
+        return made.adding(program, adds, outputs) if made else program.adding(adds, outputs)
 
     # ---- by hand ----
     @property

@@ -117,6 +117,7 @@ TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know ==
 PRIVATE_TORCH = {
     "products.clusters.decoder": {"_scaled_dot_product_flash_attention_for_cpu"},
     "collectives._store": {"_get_default_store", "_resolve_process_group", "_set_pg_timeout"},
+    "passes.compilers": {"_inductor"},
     "passes.ops": {"_c10d_functional"},
     "interop.binding": {"_backward_hooks", "_post_accumulate_grad_hooks"},
     "interop.module_function": {
@@ -304,8 +305,8 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 319_100
-    assert tokens / lines <= 9.06
+    assert tokens <= 320_650
+    assert tokens / lines <= 9.07
     assert PACKAGE.total("anys") <= 489
 
 

@@ -51,7 +51,7 @@ class _OnRank(Feature):
             for line, part in enumerate(action.parts)
             for run in self.builder.programs(part)
         ]
-        exchanges = any(not own.compiled and collectives_of(run) for _, _, own, _, run in runs)
+        exchanges = any(not own.compiler and collectives_of(run) for _, _, own, _, run in runs)
         if not fused and (job.phased or not exchanges):
             return False
         reason = self.refused or _obstacle(job, action, runs, exchanges)
@@ -92,7 +92,7 @@ def _obstacle(job: LoweringInput, action: AnyAction, runs: Sequence[Piece], exch
         stages = [part.stage for part in action.parts if part.op in ops]
         if len(set(stages)) < len(stages):
             return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
-    if any(own.compiled for _, _, own, _, _ in runs):
+    if any(own.compiler for _, _, own, _, _ in runs):
         return "compiled programs run whole"
     if job.wired or exchanges:
         return ""

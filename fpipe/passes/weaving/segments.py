@@ -74,7 +74,7 @@ def microseconds(program: Program) -> float:
 
 def _cut(programs: Programs, program: Program) -> Sequence[Segment]:
     """A forward without collectives has nothing that others could wait for earlier."""
-    whole = programs.compiled or programs.eager
+    whole = bool(programs.compiler) or programs.eager
     if whole or (program.name == "F" and not program.collective):
         return [Segment(program)]
     places = _places(programs, program)
