@@ -36,6 +36,13 @@ def step(
     case: Case, devices: Sequence[str], model: str = "mlp", engine: str = "trace", **options: Any
 ) -> list[torch.Tensor]:
     """Loss and gradients of one step, whose batch is on the host."""
+    return prepared(case, devices, model, engine, **options)()
+
+
+def prepared(
+    case: Case, devices: Sequence[str], model: str = "mlp", engine: str = "trace", **options: Any
+) -> Callable[[], list[torch.Tensor]]:
+    """A step, which may run many times."""
     made = MODELS[model]
     stages, params, state = made.make(case.stages)
     x, t = made.batch(case.microbatches)
@@ -51,11 +58,14 @@ def step(
     )
     side = {} if state is None else {"state": pipe.place(state)}
     argnums = (0, 1) if x.is_floating_point() else (0,)
-    with sdpa_kernel([SDPBackend.MATH]):  # the CPU's fused kernel has other bits
-        value, grads = fpipe.value_and_grad(pipe, argnums, has_aux=made.has_aux)(
-            pipe.place(params), x, t, **side
-        )
-        return host(value, grads)
+    function = fpipe.value_and_grad(pipe, argnums, has_aux=made.has_aux)
+    params = pipe.place(params)
+
+    def run() -> list[torch.Tensor]:
+        with sdpa_kernel([SDPBackend.MATH]):  # the CPU's fused kernel has other bits
+            return host(*function(params, x, t, **side))
+
+    return run
 
 
 # ---- more than a step ----
@@ -251,7 +261,15 @@ MORE: dict[str, Callable[[Sequence[str]], list[torch.Tensor]]] = {
 def of_model(row: tuple[Case, str, str]) -> Callable[[Sequence[str]], list[torch.Tensor]]:
     """The case of a schedule, a model and an engine."""
     case, model, engine = row
-    return lambda devices: step(case, devices, model, engine)
+    made: dict[tuple[str, ...], Callable[[], list[torch.Tensor]]] = {}
+
+    def run(devices: Sequence[str]) -> list[torch.Tensor]:
+        key = tuple(devices)
+        if key not in made:
+            made[key] = prepared(case, devices, model, engine)
+        return made[key]()
+
+    return run
 
 
 def wrong(

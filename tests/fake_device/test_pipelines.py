@@ -45,17 +45,22 @@ def _columns(row: tuple[Case, str, str]) -> tuple[object, ...]:
     return case.name, model, engine, case.ranks
 
 
-def test_every_schedule_has_the_bits_of_the_cpu(long: bool):
+@pytest.mark.parametrize("model", [None, *MODELS])
+def test_every_schedule_has_the_bits_of_the_cpu(model: str | None, long: bool):
+    """None: rows of all models that cover all pairs of columns."""
     rows = [
-        (case, model, engine)
+        (case, name, engine)
         for case in cases(ranks=(2, 4), microbatches=(4,))
-        for model in MODELS
+        for name in MODELS
+        if model in (None, name)
         for engine in ENGINES
     ]
-    if not long:
+    if model is None:
         rows = covering(rows, _columns)
+    elif not long:
+        pytest.skip("long: pytest --long")
     assert {case.name for case, _, _ in rows} == {family.name for family in TABLE}
-    seeds = 50 if long else 1
+    seeds = 50 if long and model else 1
     assert fpipe.launch(found, rows, seeds, ranks=1, timeout=7000) == [[]]
 
 
