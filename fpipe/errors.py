@@ -29,6 +29,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from typing import TypeVar, cast
@@ -158,13 +159,19 @@ _NO_USERS = {"fpipe", "torch", "optree", *sys.stdlib_module_names}
 def checked(fn: F) -> F:
     """``fn``, where an error of Python about its arguments is an ArgumentError that names them.
 
-    An error of a function of the user's, which ``fn`` called, stays as it is.
+    An error of a function of the user's, which ``fn`` called, stays as it is. Of a class, these are
+    the arguments with which it is called.
 
     >>> checked(len)(3)
     Traceback (most recent call last):
     fpipe.errors.ArgumentError: len(3) raised TypeError: object of type 'int' has no len(); give
     (obj, /)
     """
+
+    if isinstance(fn, type):
+        for name in {"__new__", "__init__"} & vars(fn).keys():
+            setattr(fn, name, checked(getattr(fn, name)))
+        return cast(F, fn)
 
     @wraps(fn)
     def call(*args: object, **named: object) -> object:
@@ -176,12 +183,16 @@ def checked(fn: F) -> F:
                 if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _NO_USERS:
                     raise
             of_tensor = "value of Tensor" in str(error)  # `if` of several numbers
-            if isinstance(error, FpipeError) or (isinstance(error, RuntimeError) and not of_tensor):
+            ours = isinstance(error, FpipeError) or isinstance(error.__cause__, FpipeError)
+            if ours or (isinstance(error, RuntimeError) and not of_tensor):
                 raise
-            name = fn.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
+            name = re.sub(r".*<locals>\.|\.__(init|new)__$", "", fn.__qualname__)
             takes = str(signature(fn)).replace("'", "")
-            if "(self" in takes:
-                args, takes = args[1:], re.sub(r"self,? ?", "", takes, count=1)
+            if takes.startswith(("(self", "(cls", "(_cls")):
+                args, takes = args[1:], re.sub(r"\w+,? ?", "", takes, count=1)
+            unknown = str(error).partition("unexpected keyword argument '")[2].strip("'")
+            for near in get_close_matches(unknown, signature(fn).parameters, 1):
+                takes += f"; did you mean {near!r}?"
             given = [f"{value!r:.80}" for value in args]
             given += [f"{key}={value!r:.80}" for key, value in named.items()]
             text = re.sub(r"\s+", " ", ", ".join(given))

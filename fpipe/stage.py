@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import torch
 
-from .errors import StageError
+from .errors import StageError, checked
 
 F = TypeVar("F", bound=Callable[..., Any])
 Engine: TypeAlias = Literal["trace", "eager"]
@@ -30,8 +30,7 @@ class _Missing:
     def __repr__(self) -> str:
         return "MISSING"
 
-    def __reduce__(self) -> str:
-        return "MISSING"
+    __reduce__ = __repr__
 
 
 MISSING = _Missing()
@@ -122,14 +121,18 @@ class Stage:
     layers: Layers = field(default=None, compare=False)
     weights: Mapping[str, Weight] | None = field(default=None, compare=False)
 
+    def __new__(cls, *args: Any, **named: Any) -> Stage:
+        if not named.keys() <= cls.__dataclass_fields__.keys():
+            checked(cls.__init__)(*args, **named)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         check_function("a stage", "(params, x)", self.fn)
         if self.engine not in (None, *get_args(Engine)):
             raise StageError(
                 f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}"
             )
-        every = (None, "addmm", *torch.compiler.list_backends(exclude_tags=()))
-        if self.compile not in every:
+        if self.compile not in (None, "addmm", *torch.compiler.list_backends(exclude_tags=())):
             raise StageError(
                 f"compile={self.compile!r} is no compiler; choose 'addmm', 'inductor' or one of "
                 "torch.compiler.list_backends()"
@@ -156,7 +159,7 @@ class Stage:
         """
         return cls(Elsewhere(), name="a stage of another process")
 
-    def __call__(self, /, *args: Any, **side: Any) -> Any:
+    def __call__(self, /, *args: object, **side: object) -> Any:
         return self.fn(*args, **side)
 
     @property
@@ -168,6 +171,9 @@ class Stage:
     def sides(self) -> tuple[str, ...]:
         """The keyword-only arguments of the function: its side inputs."""
         return keyword_only(self.fn)
+
+
+setattr(Stage.__new__, "__wrapped__", Stage.__init__)  # noqa: B010  (for inspect.signature)
 
 
 def as_stage(fn: Callable[..., Any] | Stage) -> Stage:
@@ -190,7 +196,7 @@ def check_function(what: str, arguments: str, fn: object) -> None:
 
 def _names_axes(dynamic: object) -> bool:
     """Whether a value is valid for ``dynamic=``."""
-    if dynamic is None or isinstance(dynamic, bool):
+    if isinstance(dynamic, bool | None):
         return True
     by_leaf = dynamic if isinstance(dynamic, Mapping) else {"": dynamic}
     return all(
@@ -210,12 +216,12 @@ def patterns(option: str, names: object) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise StageError(f"{option}={names!r}; give a list of patterns such as {option}=['0.*']")
     listed = tuple(names)
-    wrong = next((name for name in listed if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise StageError(
-            f"{option}={list(listed)!r} has the {type(wrong).__name__} {wrong!r}; give texts such "
-            "as '0.*'"
-        )
+    for name in listed:
+        if not isinstance(name, str):
+            raise StageError(
+                f"{option}={list(listed)!r} has the {type(name).__name__} {name!r}; give texts "
+                "such as '0.*'"
+            )
     return listed
 
 

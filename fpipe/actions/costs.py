@@ -14,7 +14,7 @@ from math import inf, nan
 from statistics import median
 from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, checked
 from .action import AnyAction
 from .action_kinds import KINDS, OPS
 
@@ -48,6 +48,7 @@ _LEAST, _MOST = 1e-100, 1e100
 _refuse = partial(ScheduleError, rule="costs")
 
 
+@checked
 @dataclass(frozen=True)
 class Costs:
     """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to

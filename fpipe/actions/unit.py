@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, checked
 
 
+@checked
 class Slice(int):
     """The number of a slice of a microbatch, counted through the ``of`` slices of every microbatch.
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
-from ..errors import BatchError
+from ..errors import BatchError, checked
 from ..stage import keyword_only
 from ..tree import Tree
 
@@ -33,6 +33,7 @@ class Absent:
         )
 
 
+@checked
 class Microbatches:
     """Already split pytrees, which may differ in shape; passed in place of a batch.
 

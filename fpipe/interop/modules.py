@@ -108,6 +108,7 @@ def from_module(
     return stages, [claim.params for claim in owned]
 
 
+@checked
 def to_module(
     model: nn.Module,
     params: ByStage,

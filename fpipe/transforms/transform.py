@@ -54,6 +54,7 @@ class Pass(NamedTuple):
 Run: TypeAlias = Callable[[Updates, State, Params, Pass | None], tuple[Tree, State]]
 
 
+@checked
 @dataclass(frozen=True)
 class Transform:
     """A pair of pure functions, and what a caller must know of them.

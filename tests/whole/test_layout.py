@@ -305,7 +305,7 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 320_650
+    assert tokens <= 320_770
     assert tokens / lines <= 9.07
     assert PACKAGE.total("anys") <= 489
 
@@ -334,7 +334,7 @@ def test_the_core_does_not_grow():
         if module.entry in CORE
         and not name.startswith(("collectives.shared_memory", "collectives.launchers"))
     ]
-    assert sum(core) <= 109_850
+    assert sum(core) <= 110_020
 
 
 def test_no_regression():

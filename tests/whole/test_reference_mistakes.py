@@ -5,6 +5,8 @@ value, the rule and the remedy, in less than 1,000 characters.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.errors import ActionError, ArgumentError, FpipeError, LaunchError, StageError, checked
 from fpipe.products.command.cli import main
+from fpipe.products.training.outcome import Report, results
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
@@ -505,6 +508,76 @@ def test_is_one_short_error_of_fpipe(name: str, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(FpipeError, match=f"(?s){message}") as caught:
         made()
     assert len(str(caught.value)) < 1000
+
+
+#: Public classes whose values fpipe makes, and the base of its exceptions.
+NOT_CALLED = {"FpipeError", "Pipeline", "Programs", "Solved", "Timeline"}
+#: What a plain pipeline calls, where a check would run too, and two of few arguments: the message
+#: is that of Python, which names the argument.
+OF_PYTHON = {"Action", "Fused", "Placement", "Schedule", "local", "make_schedule", "pipeline"}
+OF_PYTHON |= {"debug", "schedule_names"}
+
+
+@pytest.mark.parametrize("name", sorted(set(fpipe.__all__) - NOT_CALLED - OF_PYTHON))
+def test_arguments_that_are_unknown_missing_or_too_many(name: str):
+    """Each is the error of fpipe that names what the class or the function takes."""
+    public = getattr(fpipe, name)
+    if not callable(public):  # a module
+        return
+    takes = inspect.signature(public).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    calls = [lambda: public(not_an_argument=1)]
+    if name != "Stage":  # copies of a stage begin as Stage.__new__(Stage)
+        if any(p.default is p.empty and p.kind not in several for p in takes):
+            calls.append(public)
+        if all(p.kind is not p.VAR_POSITIONAL for p in takes):
+            calls.append(lambda: public(*range(40)))
+    for call in calls:
+        with pytest.raises(FpipeError) as caught:
+            call()
+        text = str(caught.value)
+        assert len(text) < 1000
+        if isinstance(caught.value, ArgumentError):
+            assert text.startswith(f"{name}(") and "; give (" in text, text
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "message"),
+    [
+        (
+            "carry",
+            lambda: fpipe.Stage(layer, cary=True),
+            r"Stage\(cary=True.*; did you mean 'carry'",
+        ),  # type: ignore[call-arg]
+        ("every", lambda: loop(evry=1), r"Loop\(.*evry=1.*; did you mean 'every'\?$"),
+        ("comm", lambda: fpipe.Costs(com=1), r"Costs\(com=1\).*; did you mean 'comm'\?$"),  # type: ignore[call-arg]
+        ("lr", lambda: fpipe.sgd(ler=1), r"; did you mean 'lr'\?$"),  # type: ignore[call-arg]
+        ("ranks", lambda: fpipe.launch(print, rank=1), r"launch\(.*did you mean 'ranks'\?$"),  # type: ignore[call-arg]
+    ],
+)
+def test_an_unknown_name_has_a_near_one(name: str, made: Callable[[], Any], message: str):
+    with pytest.raises(ArgumentError, match=f"(?s){message}"):
+        made()
+
+
+def test_a_class_whose_calls_are_checked_stays_the_same():
+    stage = fpipe.Stage(layer, carry=True)
+    assert pickle.loads(pickle.dumps(stage)) == stage
+    assert dataclasses.replace(stage, carry=False) == fpipe.Stage(layer)
+    assert next(iter(inspect.signature(fpipe.Stage).parameters)) == "fn"
+    assert copy.deepcopy(stage) == stage
+    late = fpipe.Microbatches(iter([X]), count=1)
+    assert isinstance(late, fpipe.Microbatches) and len(late) == 1
+    part = fpipe.Slice(3, 1, of=2)
+    assert pickle.loads(pickle.dumps(part)) == part
+
+
+def test_an_error_of_another_process_stays_as_it_is():
+    """``launch`` raises it here, without the frames that say whose it is."""
+    reports = {0: Report(TypeError("of the user"), "on rank 0: ...")}
+    with pytest.raises(TypeError, match="of the user") as caught:
+        checked(results)(reports, 1, None)
+    assert type(caught.value) is TypeError
 
 
 @pytest.mark.parametrize("line", COMMANDS)

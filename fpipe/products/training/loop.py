@@ -74,6 +74,7 @@ class Trained(NamedTuple):
     step: int
 
 
+@checked
 @dataclass(frozen=True)
 class Loop:
     """Train with checkpoints from which an interrupted run continues with the same bits.
