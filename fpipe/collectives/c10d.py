@@ -258,7 +258,7 @@ class C10dGroup(Group):
         try:
             return [call([as_bytes(buffer)], peer, tag) for buffer in buffers]
         except RuntimeError as error:
-            raise self._monitor.diagnose(error, peer, doing) from error
+            raise self._monitor.diagnose(error, peer, doing) from None
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:

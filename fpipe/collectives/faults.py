@@ -104,7 +104,7 @@ class FaultMonitor:
         start: float = 0.0,
     ) -> Iterator[None]:
         """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is
-        diagnosed.
+        diagnosed. Its text is in the diagnosis, so its own traceback is not shown.
 
         With ``peers``, which are global ranks, these are waited for in code of the user: its errors
         pass unchanged. The wait began at ``start``, or begins now.
@@ -123,7 +123,8 @@ class FaultMonitor:
             if foreign and not _of_backend(error):
                 journal.peers = ()
                 raise
-            raise self._diagnosed(error, peers, doing, time.monotonic() - start) from error
+            broken = self._diagnosed(error, peers, doing, time.monotonic() - start)
+            raise broken from (error if foreign else None)
         finally:
             journal.relax()
         journal.peers = ()

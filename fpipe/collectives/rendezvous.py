@@ -108,7 +108,7 @@ class Rendezvous(NamedTuple):
             self.monitor.ask(rank)
         except RuntimeError as error:
             if not self.store.check(f"round/{number}/{rank}"):
-                raise self.monitor.diagnose(error, rank, "to meet") from error
+                raise self.monitor.diagnose(error, rank, "to meet") from None
 
     def _leave(self, number: int) -> None:
         """The rank that hosts the store leaves last: its process may exit right after."""

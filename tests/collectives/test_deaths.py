@@ -15,6 +15,7 @@ import torch
 import fpipe
 from carriers import OVER
 from fpipe.collectives.c10d import C10dGroup
+from fpipe.errors import PeerError
 from fpipe.products.training import launch as launching
 from sample import also
 
@@ -92,3 +93,18 @@ def test_a_rank_that_dies_while_others_meet_is_noticed(
         assert text.startswith("PeerError: "), text
         pid = (tmp_path / f"pid{VICTIM}").read_text()
         assert re.search(rf"Look at rank {VICTIM} \(process {pid} on \S+\) first", text), text
+
+
+def _leaves_early() -> None:
+    group = fpipe.init(timeout=TIMEOUT)
+    pipe = fpipe.pipeline([_layer] * 2, loss=_square, microbatches=2, group=group)
+    if 0 not in group.here:
+        fpipe.value_and_grad(pipe)(pipe.place([torch.eye(4)] * 2), torch.ones(4, 4))
+
+
+def test_a_rank_that_returns_early_is_one_traceback():
+    """That of the rank that waited; the text of the backend is in its message."""
+    with pytest.raises(PeerError, match=r"the connection broke\. Rank 0 is gone") as caught:
+        fpipe.launch(_leaves_early, ranks=2, timeout=TIMEOUT)
+    assert str(caught.value.__cause__).count("Traceback (most recent call last)") == 1
+    assert "the backend said: " in str(caught.value)
