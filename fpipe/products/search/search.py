@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import repeat
+from itertools import groupby, repeat
 from math import inf
 from random import Random
 from typing import TypeAlias
@@ -123,8 +123,8 @@ def _schedules(
 
 
 def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """The schedule with I and W of one microbatch as B where they follow each other; and that with
-    F and B fused, whose ranks may block each other.
+    """The schedule with I and W of one microbatch as B where they follow each other, also if these
+    of two stages are in turn; and that with F and B fused, whose ranks may block each other.
 
     >>> s = Schedule.parse("[0F0, 0F1, 0I0, 0W0, 0I1, 0W1]")
     >>> print(*variants(s, Costs(B=1, overlap=1)), sep="\\n")
@@ -147,10 +147,19 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
             return Fused((before, action))
         return None
 
-    merged = replace(schedule, rows=tuple(_joined(row, whole) for row in schedule.rows))
-    yield merged
-    if costs.overlap is not None:
-        yield replace(merged, rows=tuple(_joined(row, fused) for row in merged.rows))
+    for rows in dict.fromkeys((schedule.rows, tuple(map(_by_stage, schedule.rows)))):
+        merged = replace(schedule, rows=tuple(_joined(row, whole) for row in rows))
+        yield merged
+        if costs.overlap is not None:
+            yield replace(merged, rows=tuple(_joined(row, fused) for row in merged.rows))
+
+
+def _by_stage(row: Row) -> Row:
+    """A row in which Is and Ws of one microbatch that follow each other are stage by stage."""
+    runs = groupby(plain(row), lambda action: (action.op in "IW", action.microbatch))
+    return tuple(
+        a for (weighs, _), run in runs for a in sorted(run, key=lambda a: -a.stage * weighs)
+    )
 
 
 def _joined(row: Row, join: Callable[[AnyAction, Action], AnyAction | None]) -> Row:

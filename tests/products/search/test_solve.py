@@ -428,6 +428,8 @@ EQUAL_WORK = [
     (6, 18, None, Costs(F=2, I=2.4, W=2, comm=3, saved=2)),
     (4, 8, 6, Costs(F=2, I=2, W=1.4, comm=0.1, saved=2)),
     (4, 5, 8, Costs(F=[1.2, 0.9, 1.2, 1, 1.6, 1, 1.8, 0.6], I=1.1, W=1.3)),
+    (2, 3, 3, Costs(F=1, I=2, W=2, B=3, comm=1)),
+    (4, 5, None, Costs(F=3, I=1, W=2, B=2, comm=1, saved=2)),
 ]
 
 
@@ -435,7 +437,9 @@ EQUAL_WORK = [
 def test_any_placement_is_as_good_as_each(
     p: int, m: int, memory: float | None, costs: Costs
 ) -> None:
-    """Only the placement of the best start was improved, and "one" had no named schedules."""
+    """Only the placement of the best start was improved, "one" had no named schedules, and the
+    backwards of two stages that follow each other were not whole.
+    """
     within = partial(solve, costs, p, m, per="rank", memory=memory, time_limit=0, progress=False)
     found = within().timeline.span
     for placement in ("one", "loop", "V"):
