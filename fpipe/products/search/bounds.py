@@ -83,7 +83,8 @@ def _least(p: Problem, costs: Costs) -> _Least:
     every = list(map(max if callable(costs.overlap) else add, F, both))
     inward = map(min, times["I"], times["B"])
     overlap = times.get("overlap", (inf,) * p.stages)
-    fused = [min(overlap[s] for s in p.of_rank[rank]) for rank in p.path]
+    uneven = min(p.load) / (max(p.load) or 1.0) or 1e-9  # a fused one has its first part's load
+    fused = [min(overlap[s] for s in p.of_rank[rank]) * uneven for rank in p.path]
     shorter = [list(map(min, numbers, fused)) for numbers in (every, F, inward)]
     return _Least(F, W, both, *shorter)
 

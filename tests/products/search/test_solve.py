@@ -229,6 +229,13 @@ def test_the_bound_of_uneven_v_half_by_hand() -> None:
     assert 1 - 64 * (f + i + w) / bound == pytest.approx(0.1111, abs=5e-5)
 
 
+def test_the_bound_of_fused_actions_holds_for_uneven_microbatches() -> None:
+    """A small forward hides a large backward; the span was 95, and the bound 96."""
+    costs = Costs(F=[5, 3], I=5, W=[3, 4], B=[8, 9], overlap=[4, 6], load=[1, 2, 2, 4, 2, 2, 2, 1])
+    s = quick(costs, 2, 8, "one", memory=6, time_limit=0)
+    assert s.bound <= s.timeline.span <= 95
+
+
 def test_a_bound_has_a_reason() -> None:
     s = quick(Costs(), 4, 8, "one", memory=4)
     assert s.bound == 27 and s.gap == 0 and "waits" in s.bound.reason
