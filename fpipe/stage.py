@@ -128,8 +128,8 @@ class Stage:
             raise StageError(
                 f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}"
             )
-        every = (None, "addmm", *torch.compiler.list_backends(exclude_tags=()))
-        if self.compile not in every:
+        plain = self.compile in (None, "addmm")
+        if not plain and self.compile not in torch.compiler.list_backends(exclude_tags=()):
             raise StageError(
                 f"compile={self.compile!r} is no compiler; choose 'addmm', 'inductor' or one of "
                 "torch.compiler.list_backends()"
