@@ -183,12 +183,15 @@ def compare(
         click.echo(line)
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
+    click.echo(_taken(chosen, limit))
+
+
+def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
-        click.echo(f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks")
-    else:
-        within = "" if limit == inf else f" within memory {limit:.6g}"
-        found = f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
-        click.echo(f"\ntake {chosen.name}, of the shortest span{within}: {found}")
+        return f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks"
+    within = "" if limit == inf else f" within memory {limit:.6g}"
+    found = f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
+    return f"\ntake {chosen.name}, of the shortest span{within}: {found}"
 
 
 @click.command()
