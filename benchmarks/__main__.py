@@ -44,6 +44,11 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
         ("--rounds", "15", "--gloo"),
         ("--rounds", "1", "--sizes", "small", "--gloo"),
     ),
+    "hosts": (
+        "bench_torch",
+        ("--rounds", "15", "--narrow", "200mbit"),
+        ("--rounds", "1", "--sizes", "small", "--narrow", "200mbit"),
+    ),
     "many8": (
         "bench_torch",
         ("--rounds", "5", *EIGHT),
@@ -97,7 +102,7 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
 }
 DEFAULT = [name for name in BENCHES if name not in ("gpu", "peers")]
 #: benchmark -> commands that it needs, besides root
-NEEDED = {"narrow": ("ip", "tc")}
+NEEDED = dict.fromkeys(("narrow", "hosts"), ("ip", "tc"))
 
 
 def run(name: str, quick: bool, into: Path) -> int:

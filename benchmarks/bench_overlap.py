@@ -10,8 +10,8 @@ Between two processes of one small host the cores that compute also move the byt
 little to hide. The plain check says how much: one exchange beside products of matrices, without a
 library. ``narrow_link.sh`` puts a link between them that takes its time without a core.
 
-    python benchmarks/bench_overlap.py [--torch] [--schedule Overlapped1F1B] [--mb 8] [--share 0.75]
-    python benchmarks/bench_overlap.py --narrow 200mbit --mb 1 --microbatches 24 --rounds 3
+    python -m benchmarks.bench_overlap [--torch] [--schedule Overlapped1F1B] [--mb 8] [--share 0.75]
+    python -m benchmarks.bench_overlap --narrow 200mbit --mb 1 --microbatches 24 --rounds 3
     torchrun --nproc-per-node 2 benchmarks/bench_overlap.py --link     # over a link that is set up
     by hand
 """
@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
+from benchmarks.command import narrowed
 from fpipe.passes import ops
 
 
@@ -229,23 +229,6 @@ def _layers(bench: Bench, share: float) -> int:
     return max(1, round(agreed(1 + (carry / share - one) / max((five - one) / 4, 1e-6))))
 
 
-def narrowed(rate: str) -> int:
-    """The same by ``narrow_link.sh``; its exit status."""
-    at = sys.argv.index("--narrow")
-    script = Path(__file__).with_name("narrow_link.sh")
-    command = [
-        "sh",
-        str(script),
-        rate,
-        sys.executable,
-        __file__,
-        "--link",
-        *sys.argv[1:at],
-        *sys.argv[at + 2 :],
-    ]
-    return subprocess.run(command, check=False).returncode
-
-
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -276,7 +259,7 @@ def main() -> int:
     parser.add_argument("--json", help="write the results into this file too")
     given = parser.parse_args()
     if given.narrow:
-        return narrowed(given.narrow)
+        return narrowed(given.narrow, "--link")
     warnings.filterwarnings("ignore")
     found = measure(given) if given.link else fpipe.launch(measure, given, ranks=2, timeout=600)[0]
     if not given.link or dist.get_rank() == 0:

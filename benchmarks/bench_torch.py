@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from benchmarks.alone import Alone, programs
-from benchmarks.command import options, save
+from benchmarks.command import narrowed, options, save
 from benchmarks.measure import begin
 from benchmarks.stages import square
 from fpipe.collectives.shared_memory import SWITCH
@@ -303,8 +304,17 @@ def main() -> None:
         action="store_true",
         help="messages of fpipe through gloo, none through memory",
     )
+    parser.add_argument(
+        "--narrow",
+        metavar="RATE",
+        help="between two network namespaces, such as 200mbit (needs root)",
+    )
+    parser.add_argument("--link", metavar="FOLDER", help="this is one of two processes already")
     args = parser.parse_args()
-    if args.gloo:
+    if args.narrow:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(narrowed(args.narrow, "--link", folder))
+    if args.gloo or args.link:
         os.environ[SWITCH] = "0"  # processes are started with it
     rows = []
     print(
@@ -312,8 +322,17 @@ def main() -> None:
         f" {'torch peak':>12} {'plan peak':>12}"
     )
     for size in args.sizes:
-        rows += spawned(run, args, size)
-    save(rows, args.json)
+        rows += joined(args, size) if args.link else spawned(run, args, size)
+    if rows:
+        save(rows, args.json)
+
+
+def joined(args: argparse.Namespace, size: str) -> list[Any]:
+    """The rows of a size, where both processes run already; empty on the second."""
+    rank, folder = int(os.environ["RANK"]), Path(args.link)
+    out, store = folder / f"{size}.json", str(folder / size)
+    run(rank, 2, store, args.schedules, size, args.microbatches, args.rounds, out)
+    return [] if rank else json.loads(out.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 
@@ -26,3 +28,15 @@ def save(results: object, file: Path | None) -> None:
     """Write the results as JSON, if a file is given."""
     if file is not None:
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def narrowed(rate: str, *more: str) -> int:
+    """Run this benchmark by ``narrow_link.sh``, as two processes that get ``more`` in place of
+    ``--narrow RATE``; its exit status.
+    """
+    at = sys.argv.index("--narrow")
+    script, spec = Path(__file__).with_name("narrow_link.sh"), sys.modules["__main__"].__spec__
+    assert spec is not None, "run the benchmark as python -m benchmarks.NAME"
+    given = (*more, *sys.argv[1:at], *sys.argv[at + 2 :])
+    command = ["sh", str(script), rate, sys.executable, "-m", spec.name, *given]
+    return subprocess.run(command, check=False).returncode

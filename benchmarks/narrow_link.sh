@@ -1,6 +1,6 @@
 #!/bin/sh
 # Two processes in two network namespaces, with a link of a given rate between them (needs root, ip and tc).
-#   sh benchmarks/narrow_link.sh 200mbit python benchmarks/bench_overlap.py --link --mb 1 --microbatches 24 --rounds 3
+#   sh benchmarks/narrow_link.sh 200mbit python -m benchmarks.bench_overlap --link --mb 1 --microbatches 24 --rounds 3
 # Packets are large, since each one sets a timer, and tens of thousands of timers a second take time from the cores. What
 # one exchange carries must be a multiple of the burst, or the rate is none.
 set -e

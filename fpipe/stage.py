@@ -122,7 +122,7 @@ class Stage:
     weights: Mapping[str, Weight] | None = field(default=None, compare=False)
 
     def __new__(cls, *args: Any, **named: Any) -> Stage:
-        if not named.keys() <= cls.__dataclass_fields__.keys():
+        if named.keys() - cls.__dataclass_fields__:
             checked(cls.__init__)(*args, **named)
         return object.__new__(cls)
 
@@ -132,7 +132,8 @@ class Stage:
             raise StageError(
                 f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}"
             )
-        if self.compile not in (None, "addmm", *torch.compiler.list_backends(exclude_tags=())):
+        plain = self.compile in (None, "addmm")
+        if not plain and self.compile not in torch.compiler.list_backends(()):
             raise StageError(
                 f"compile={self.compile!r} is no compiler; choose 'addmm', 'inductor' or one of "
                 "torch.compiler.list_backends()"

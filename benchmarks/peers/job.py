@@ -59,8 +59,8 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    library = importlib.import_module(f"benchmarks.peers.with_{setting.library}")
     before = memory("VmRSS")
+    library = importlib.import_module(f"benchmarks.peers.with_{setting.library}")
     job = library.build(setting, rank)
     losses, ends = [], []
     first = 0.0

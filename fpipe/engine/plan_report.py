@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..actions.costs import Costs
-from ..actions.product import feature, product
+from ..actions.product import feature
 from ..lowering.plan import Plan
 from .prepare import Prepared
 
@@ -85,11 +85,8 @@ class Plans:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a table, and the instructions of each rank, folded."""
-        head = "rank", "instructions", "slots", "peak bytes"
-        rows = [(plan.rank, len(plan.instructions), plan.slots, f"{plan.peak:,}") for plan in self]
-        pictures = product("pictures")
-        return pictures.table(head, rows) + "".join(pictures.titled(str(plan)) for plan in self)
+        """What a notebook shows: a line for each rank, below which its instructions fold."""
+        return "".join(plan._repr_html_() for plan in self)
 
 
 def _held_by_a_graph(prepared: Prepared) -> int:

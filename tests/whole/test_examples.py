@@ -199,7 +199,7 @@ def test_notebook_runs():
                 shown += [] if value is None else [(type(value).__name__, value._repr_html_())]
             else:
                 exec(compile(ast.Module([*lines, last], []), "cell", "exec"), names)
-    assert [kind for kind, _ in shown] == ["Schedule", "Pipeline", "Profile", "Plans", "Timeline"]
+    assert [kind for kind, _ in shown] == ["Schedule", "Timeline", "Pipeline", "Profile", "Plans"]
     for _, html in shown:
         ElementTree.fromstring(f"<div>{html}</div>")
 

@@ -5,6 +5,7 @@ imports torch.
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -94,6 +95,13 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
             click.echo(line)
 
 
+_COLUMNS = """\
+bubble: idle share, 1 - work / span, where the span is a rank's longest time
+memory: the most that a rank holds: microbatches, or in the unit of saved=
+a star marks the best of a column
+"""
+
+
 @click.command()
 @options.ranks_option
 @options.microbatches_option
@@ -159,27 +167,31 @@ def compare(
         [limit] = limits(memory, 1, price)
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
+    whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
+    priced = f"{price!r} of {whose}"
     chosen = comparison.take(entries, limit)
     if out is not None:
-        title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}"
+        title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
         pictures.frontier(list(comparison.points(entries)), out, look, title, limit)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         take = {"take": chosen and chosen.name, "not for these counts": unsupported}
         print_json({"schedules": rows} | take)
         return
-    whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
-    click.echo(f"ranks {p}, microbatches {m}, {price!r} of {whose}")
-    click.echo("bubble: 1 - work / span; a star marks the best of a column\n")
+    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS}")
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
         click.echo(line)
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
+    click.echo(_taken(chosen, limit))
+
+
+def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
-        click.echo(f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks")
-    else:
-        found = f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, holds {chosen.memory:.6g}"
-        click.echo(f"\ntake {chosen.name}: {found}")
+        return f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks"
+    within = "" if limit == inf else f" within memory {limit:.6g}"
+    found = f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
+    return f"\ntake {chosen.name}, of the shortest span{within}: {found}"
 
 
 @click.command()

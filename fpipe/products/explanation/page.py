@@ -235,13 +235,14 @@ class Explanation:
             (e.rank, e.to, e.stage, e.direction, e.messages, size_text(e.nbytes / e.messages))
             for e in facts.edges
         ]
-        memory = "rank", f"activations over the step, in {COLUMNS} parts", "most", "peak of plan"
-        where = "rank", "device", "stage", "engine", "parameters", "F", "I", "W"
+        memory = "rank", "activations over the step; @ is the most of all", "most", "peak of plan"
+        times = [f"{op} {facts.costs.unit}".rstrip() for op in "FIW"]
+        where = "rank", "device", "stage", "engine", "parameters", *times
         return {
             "What runs where": (where, list(self._where())),
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
-            "Idle": (("rank", "share", "of the step"), list(self._idle())),
+            "Idle": (("rank", "of the step", "waits"), list(self._idle())),
         }
 
     def _where(self) -> Iterator[Sequence[object]]:

@@ -25,7 +25,7 @@ from .plotting import figure_bytes
 from .scene import Look
 
 WIDTH, LEAST, SHAPE = 768.0, 330.0, 0.6  # pixels, of the height too, and height per width
-ABOUT = "Better is lower and further left. No schedule has less of both than those on the line."
+ABOUT = "Lower and further left is better. Each grey one is in neither better than some green one."
 #: settings of matplotlib; names of the theme stand for their colours
 SETTINGS = """\
 text.color ink
@@ -67,7 +67,8 @@ def paint(points: Sequence[Point], look: Look, suffix: str, title: str, limit: f
     settings["font.size"] = "7" if look.paper or width < 500 else "9"
     with rc_context(RcParams(settings)):
         figure = Figure((width / 96, max(width * SHAPE, LEAST) / 96), layout="constrained")
-        heading = "" if look.paper else f"{title}\n{_wrapped(ABOUT, width - 80)}"
+        lines = (_wrapped(line, width - 80) for line in [*title.splitlines(), ABOUT])
+        heading = "" if look.paper else "\n".join(lines)
         _draw(figure, points, heading, limit, colours)
         drawn = figure_bytes(figure, ".svg" if suffix == ".html" else suffix, None)
     if look.dark is None and b"<svg" in drawn:
@@ -117,9 +118,9 @@ def _draw(
     if isfinite(limit):
         line = [(limit / scale, 0.0), (limit / scale, top)]
         axes.plot(*zip(*line, strict=True), "--", color=colours["mark"])
-        what = f" a rank may hold {number(limit / scale)}"
+        what = f"\xa0a rank may hold {number(limit / scale)}"
         text = axes.text(*line[1], what, va="top", color=colours["mark"])
-        taken.append(text.get_window_extent())
+        taken += [text.get_window_extent(), _box(pixels.transform(line), 2)]
     _write(axes, names, taken, colours, width / 4)
 
 
@@ -139,8 +140,9 @@ def _write(
         label = _wrapped(", ".join(group), space)
         text = axes.text(-left, y, label, ha="center", va="center", color=colour)
         spot = _box(pixels.transform([(-left, y)]), 0.1)
-        boxes.append(_beside(spot, text.get_window_extent(), axes.bbox, boxes))
-        middle = pixels.inverted().transform(boxes[-1].get_points().mean(0))
+        box = _beside(spot, text.get_window_extent(), axes.bbox, boxes)
+        boxes.append(Bbox.union([box, spot]))
+        middle = pixels.inverted().transform(box.get_points().mean(0))
         text.set(position=middle, bbox=ground)
         axes.plot((-left, middle[0]), (y, middle[1]), color=colours["faint"], lw=0.5, zorder=1)
 
@@ -166,7 +168,7 @@ def _beside(
     def over(box: BboxBase) -> int:
         is_inside = inside.count_contains(box.get_points()) == 2
         between = Bbox.union([box, spot]).count_overlaps(taken)
-        return box.count_overlaps(taken) + between + 99 * (not is_inside)
+        return 3 * box.count_overlaps(taken) + between + 99 * (not is_inside)
 
     return min(boxes, key=over)
 

@@ -75,7 +75,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     elements: list[str] = []
     y: float = EDGE
     for scene in scenes:
-        lines = [(labels.title(scene), 17, 20, "ink b")]
+        lines = [(labels.title(scene), 15 if sheet.short else 17, 20, "ink b")]
         notes = [*labels.notes(scene), *labels.left_out(scene)]
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:

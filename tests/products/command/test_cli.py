@@ -501,11 +501,11 @@ def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_p
         "--out",
         str(picture),
     )
-    assert "take VHalf: total 26.5, bubble 9.43%, holds 3" in out
+    assert "take VHalf, of the shortest span within memory 3: total 26.5" in out
     drawn = ElementTree.parse(picture).getroot()
     labels = [label.text or "" for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "VMin" in labels and "Bubble against memory: 4 ranks, 8 microbatches" in labels
-    assert " a rank may hold 3" in labels
+    assert "\xa0a rank may hold 3" in labels
     for name, start in (
         ("frontier.png", b"\x89PNG"),
         ("frontier.pdf", b"%PDF"),

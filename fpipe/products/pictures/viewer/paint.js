@@ -179,6 +179,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
   const matches = matchesOf(state, lane);
   const cell = scene.cell * view.scale;
   const detail = cell >= 5 + 11.5 * scene.longest[0] ? 0 : cell >= 3 + 11.5 * scene.longest[1] ? 1 : 2;
+  const small = detail === 2 && scene.microbatches <= 10;  // letters shrink where all names are one digit
   const size = Math.min(11.5, row.bar - 3);
   pen.font = `${size}px ${FONT}`;
   pen.textAlign = "center";
@@ -194,7 +195,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
       const top = y + (p * row.bar) / count, high = row.bar / count;
       pen.fillStyle = paint.colour;
       pen.fillRect(a, top, wide, high);
-      if (wide < 8 || dim || high < 9) continue;
+      if (wide < (small ? 5 : 8) || dim || high < 9) continue;
       const part = partsOf(lane, k)[p];
       if (detail === 2 && high >= 28 && widthOf(pen, part.stage + part.op) * 10 + 2 <= wide && widthOf(pen, part.microbatch) * 10 <= wide) {
         const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;  // two lines fit
@@ -206,12 +207,13 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
         continue;
       }
       const label = detail === 0 ? part.name : detail === 1 ? part.op + part.microbatch : part.microbatch;
-      const letters = fused ? Math.min(size, high) : size;
+      const fitting = small ? Math.max(7.5, (wide - 0.5) / widthOf(pen, label)) : size;
+      const letters = Math.min(size, fitting, fused ? high : size);
       if (widthOf(pen, label) * letters > wide) continue;
-      if (fused) pen.font = `${letters}px ${FONT}`;
+      if (letters < size) pen.font = `${letters}px ${FONT}`;
       pen.fillStyle = paint.ink;
       pen.fillText(label, (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2, top + high / 2 + 0.5);
-      if (fused) pen.font = `${size}px ${FONT}`;
+      if (letters < size) pen.font = `${size}px ${FONT}`;
     }
   }
   pen.globalAlpha = 1;

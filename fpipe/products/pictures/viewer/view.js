@@ -127,7 +127,7 @@ function choose(place) {
   state.chosen = place;
   const row = $("chosen");
   if (!place) {
-    row.replaceChildren(element("span", "Click an action to choose it; press ? for the keys.", "faint"));
+    row.replaceChildren(element("span", "Click or tap an action to choose it; ? explains the rest.", "faint"));
   } else {
     const lines = describe(state.scenes, place.scene, place.rank, place.index);
     row.replaceChildren(...lines.map(([kind, text], k) => element(k ? "span" : "b", text, kind)));
