@@ -12,8 +12,7 @@ library. ``narrow_link.sh`` puts a link between them that takes its time without
 
     python -m benchmarks.bench_overlap [--torch] [--schedule Overlapped1F1B] [--mb 8] [--share 0.75]
     python -m benchmarks.bench_overlap --narrow 200mbit --mb 1 --microbatches 24 --rounds 3
-    torchrun --nproc-per-node 2 benchmarks/bench_overlap.py --link     # over a link that is set up
-    by hand
+    torchrun --nproc-per-node 2 -m benchmarks.bench_overlap --link  # over a link set up by hand
 """
 
 from __future__ import annotations

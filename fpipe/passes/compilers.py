@@ -9,7 +9,7 @@ Inductor's code is called without the guards of torch.compile: a program has inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeAlias
@@ -36,20 +36,15 @@ _LAST = (
 
 def compiled(programs: Programs, backend: str) -> Programs:
     """The same programs, compiled by ``backend`` ("addmm", "inductor", ...)."""
-    grads = {name for name in programs.dps if name is not None}
     if backend == "addmm":
         return replace(programs, compiler=Compiler({}), origin=None)
-    by_letter = {letter: getattr(programs, letter) for letter in "fbiw"}
-    parts = {
-        program.name: _divided(program, grads, backend)
-        for program in by_letter.values()
-        if program.operations
-    }
-    made = {
-        letter: replace(program, run=_in_turn(program, *parts[program.name], {}))
-        for letter, program in by_letter.items()
-        if program.operations
-    }
+    grads = {name for name in programs.dps if name is not None}
+    parts, made = dict[str, tuple[Program, list[Operation]]](), dict[str, Program]()
+    for letter in "fbiw":
+        program: Program = getattr(programs, letter)
+        if program.operations:
+            first, last = parts[program.name] = _divided(program, grads, backend)
+            made[letter] = replace(program, run=_in_turn(program, first, last, {}))
     return replace(programs, **made, compiler=Compiler(parts), origin=None)
 
 
@@ -180,35 +175,33 @@ def _compiled(program: Program, backend: str) -> Run:
     graph.output(tuple(env[name] for name in program.outputs))
     # Some compilers cache by code object, so every program has one of its own.
     module = fx.GraphModule(dict(program.constants), graph)
-    if backend == "inductor":
-        return _by_inductor(module)
-    inner = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    call: Callable[..., Iterable[object]] = (
+        _by_inductor(module)
+        if backend == "inductor"
+        else torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    )
 
     def run(box: list[object]) -> tuple[object, ...]:
         args = tuple(box)
         box.clear()
-        return tuple(inner(*args))
+        return tuple(call(*args))
 
     return run
 
 
-def _by_inductor(module: fx.GraphModule) -> Run:
-    """Inductor's code, by the strides of the inputs."""
+def _by_inductor(module: fx.GraphModule) -> Callable[..., Iterable[object]]:
+    """Call inductor's code, which is made for each combination of strides of the inputs."""
     from torch._inductor import standalone_compile
 
-    found: dict[object, Callable[..., Sequence[object]]] = {}
+    found: dict[object, Callable[..., Iterable[object]]] = {}
 
-    def run(box: list[object]) -> tuple[object, ...]:
-        args = tuple(box)
-        box.clear()
-        kinds = tuple([isinstance(arg, torch.Tensor) and arg.stride() for arg in args])
-        if kinds not in found:
+    def call(*args: torch.Tensor) -> Iterable[object]:
+        strides = tuple([isinstance(arg, torch.Tensor) and arg.stride() for arg in args])
+        if strides not in found:
             with torch.no_grad():
-                found[kinds] = standalone_compile(
-                    module,
-                    [arg for arg in args if isinstance(arg, torch.Tensor | int)],
-                    dynamic_shapes="from_example_inputs",
+                found[strides] = standalone_compile(
+                    module, [*args], dynamic_shapes="from_example_inputs"
                 )
-        return tuple(found[kinds](*args))
+        return found[strides](*args)
 
-    return run
+    return call
