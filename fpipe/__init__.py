@@ -10,6 +10,7 @@ This module is a table of the public names. A name loads its module when it is f
 """
 
 from importlib import import_module as _import_module
+from types import FunctionType as _FunctionType
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -63,6 +64,8 @@ _MODULES = {
     "transforms": "transforms",
 }
 
+#: functions that check the names of their arguments themselves, in calls of the heart
+_WITH_OWN_CHECKS = {"local", "pipeline"}
 #: public name -> its module
 _NAMES = {name: module for module, names in _TABLE.items() for name in names.split()}
 
@@ -152,6 +155,10 @@ def __getattr__(name: str) -> object:
         what = f"{needs} schedules can be generated, checked, simulated, solved and drawn"
         raise ModuleNotFoundError(what, name=error.name) from error
     value = getattr(module, name) if name in _NAMES else module
+    if isinstance(value, _FunctionType) and name not in _WITH_OWN_CHECKS:
+        from .errors import checked
+
+        value = checked(value)
     globals()[name] = value
     return value
 

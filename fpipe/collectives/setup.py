@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..devices import current, keep_freed, kind, pick
-from ..errors import FpipeError, GroupError, checked
+from ..errors import FpipeError, GroupError
 from ._store import backends as backends_of, prefixed, set_timeout
 from .bounded import BoundedStore, host, of_group
 from .c10d import C10dGroup, capabilities_of
@@ -48,7 +48,6 @@ class MeshGroup(C10dGroup):
                 set_timeout(pg, timeout)  # some calls of backends ignore that of their wait
 
 
-@checked
 def init(
     pp: int | None = None,
     dp: int = 1,
@@ -153,7 +152,6 @@ def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) ->
 _GROUPS: dict[tuple[object, ...], MeshGroup] = {}
 
 
-@checked
 def adopt(
     source: dist.ProcessGroup | DeviceMesh,
     device: str | torch.device | None = None,

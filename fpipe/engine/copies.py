@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..collectives.group import Group, as_group
 from ..devices import wide
-from ..errors import StageError, checked
+from ..errors import StageError
 from ..stage import patterns
 
 
@@ -95,7 +95,6 @@ class Copies:
         return value
 
 
-@checked
 def copies(
     group: Group,
     *,

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..errors import StageError, checked
+from ..errors import StageError
 from .arguments import Each
 from .pipeline import Pipeline
 from .signatures import (
@@ -72,7 +72,6 @@ def value_and_grad(
     has_aux: bool = False,
     each: Each | None = None,
 ) -> Callable[..., Any]: ...
-@checked
 def value_and_grad(
     pipe: Pipeline[Any, Any],
     argnums: Argnums = 0,

@@ -73,7 +73,7 @@ def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
     fpipe.errors.StageError: pipeline() has no option 'overlop'; did you mean 'overlap'?
     """
     for name in given.keys() - PASSES.keys():
-        near = get_close_matches(name, [*Options.__annotations__, "loss", "outputs"], 1)
+        near = get_close_matches(name, [*Options.__annotations__, "loss", "outputs", "schedule"], 1)
         if near:
             hint = f"; did you mean {near[0]!r}?"
         else:

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..errors import StageError, checked
+from ..errors import StageError
 from ..tree import Tree
 from . import pullback
 from .gradients import Argnums, WithAux, check_pipeline, value_and_grad
@@ -32,7 +32,6 @@ def grad(
 ) -> Callable[..., Any]: ...
 
 
-@checked
 def grad(
     pipe: Pipeline[Any, Any], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -86,7 +85,6 @@ def vjp(
 ) -> tuple[Y, Pullback[P, X]]: ...
 
 
-@checked
 def vjp(
     pipe: Pipeline[Any, Any],
     params: Sequence[Tree],

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar, overload
 
-from ..errors import checked
 from ..schedule import Schedule
 from .catalogue import ENTRIES, Entry, key
 from .refusals import refuse_name
@@ -39,7 +38,6 @@ def orders_slices(name: str) -> bool:
 def register_schedule(name: str, fn: Maker) -> Maker: ...
 @overload
 def register_schedule(name: str) -> Callable[[Maker], Maker]: ...
-@checked
 def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[Maker], Maker]:
     """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`.
 

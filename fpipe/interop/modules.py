@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import Pipeline, stream, tree
-from ..errors import StageError, checked
+from ..errors import StageError
 from ..stage import Stage
 from .graph_cuts import cut_forward
 from .layer_blocks import with_blocks
@@ -35,7 +35,6 @@ from .module_function import (
 ByStage: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 
 
-@checked
 def from_module(
     model: nn.Module,
     cuts: Sequence[str] = (),
@@ -108,7 +107,6 @@ def from_module(
     return stages, [claim.params for claim in owned]
 
 
-@checked
 def to_module(
     model: nn.Module,
     params: ByStage,

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..errors import StageError, checked
+from ..errors import StageError
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
 
-@checked
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -18,7 +18,7 @@ import torch
 
 from .. import tree
 from ..engine.microbatches import Microbatches
-from ..errors import BatchError, checked
+from ..errors import BatchError
 
 #: What the pad of a leaf holds: a number, ``"restart"`` (0, 1, 2, ... from where the pad begins),
 #: ``None`` (no pad).
@@ -74,7 +74,6 @@ class Unpad:
         return outputs
 
 
-@checked
 def pad(
     microbatches: Iterable[Any],
     multiple: int = 1,

@@ -18,11 +18,10 @@ from ..devices import wide
 from ..engine.copies import Copies
 from ..engine.microbatches import Weighted
 from ..engine.parts import Parts
-from ..errors import BatchError, StageError, checked
+from ..errors import BatchError, StageError
 from ..programs.tensor_state import wrapped
 
 
-@checked
 def weighted(fn: Callable[..., Any]) -> Weighted:
     """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the
     first backward.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import StageError, checked
+from ..errors import StageError
 from ..stage import Stage, as_stage
 from ..tree import AbstractTree, Tree
 from .cache import programs_of
@@ -14,7 +14,6 @@ from .program import Programs
 from .signature import Signature
 
 
-@checked
 def trace(
     fn: Callable[..., Any] | Stage, params: Tree, x: Tree, /, *, state: Tree = None, **side: Tree
 ) -> Programs:

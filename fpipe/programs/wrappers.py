@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import checked
 from ..stage import Elsewhere, F, Stage, check_function
 
 #: Whether the eager engine is recording a graph, in which a part under ``remat`` must be a
@@ -51,7 +50,6 @@ class Remat(_Wrapper):
             return self.fn(*args, **kwargs)
 
 
-@checked
 def remat(fn: F) -> F:
     """Recompute ``fn`` in the backward: the forward saves its inputs and its random draws only.
 
@@ -83,7 +81,6 @@ class Block(_Wrapper):
         return handler(self, args, kwargs)
 
 
-@checked
 def block(fn: F) -> F:
     """Trace ``fn`` once for all its calls with arguments of equal shapes, as for the equal layers
     of a stage.

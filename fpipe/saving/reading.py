@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import tree
 from ..actions import progress
 from ..collectives.codec import Node, dtype_name, from_bytes, from_node
-from ..errors import CheckpointError, checked
+from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import (
     AnyPath,
@@ -42,7 +42,6 @@ from .manifest import Leaf, Manifest
 from .structures import Structures, tied_parts
 
 
-@checked
 def load(
     path: AnyPath,
     pipe: Pipe,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import CheckpointError, checked
+from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import AnyPath, Pipe, agree, check_unused
 from .files import stored
@@ -29,7 +29,6 @@ Tensors: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]
 Source: TypeAlias = Iterable[tuple[str, Tensor]] | Tensors | Callable[[], Tensors] | AnyPath
 
 
-@checked
 def receive(
     pipe: Pipe,
     named_tensors: Source,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.codec import DTYPES, dtype_name
-from ..errors import CheckpointError, checked
+from ..errors import CheckpointError
 from ..tree import Spec, Tree, is_tensor
 from ._processes import Pipe, agree, everyone
 from .collect import merged, stage_trees
@@ -54,7 +54,6 @@ class Row(NamedTuple):
         return self.empty("meta").nbytes
 
 
-@checked
 def stream(
     pipe: Pipe,
     params: Sequence[Tree],

@@ -24,7 +24,7 @@ from typing import TypeVar
 from ..actions import progress, write_bytes
 from ..collectives.bounded import in_thread
 from ..collectives.codec import to_bytes
-from ..errors import CheckpointError, checked
+from ..errors import CheckpointError
 from ..tree import Tree
 from ._processes import AnyPath, Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Facts, Place, collect, merged
@@ -69,7 +69,6 @@ class Saving:
         agree(self.pipe, lambda: None if completed is None else completed.result())
 
 
-@checked
 def save(
     path: AnyPath,
     pipe: Pipe,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from inspect import unwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -509,7 +510,9 @@ def test_type_checkers_see_the_table_of_public_names():
     imported: dict[str, object] = {"__name__": "fpipe", "__package__": "fpipe"}
     exec(compile(ast.Module(block.body, []), "fpipe/__init__.py", "exec"), imported)
     public = {name: value for name, value in imported.items() if not name.startswith("__")}
-    assert public == {name: getattr(fpipe, name) for name in fpipe.__all__}
+    for name in fpipe.__all__:  # functions of the table check the names of their arguments
+        assert unwrap(public.pop(name)) == unwrap(getattr(fpipe, name)), name
+    assert not public
 
 
 @pytest.mark.parametrize("name", fpipe.__all__)

@@ -25,7 +25,7 @@ from ...engine.microbatches import Microbatches
 from ...engine.parts import Parts, count
 from ...engine.pipeline import Pipeline
 from ...engine.signatures import P
-from ...errors import StageError, checked
+from ...errors import StageError
 from ...stage import Stage, as_stage, keyword_only
 from ...tree import Tree
 from .chosen import Chosen
@@ -85,7 +85,6 @@ class PerExample:
         return value, grads, norms
 
 
-@checked
 def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExample:
     """Gradients in which each example has a share that depends on its own gradient's norm over all
     stages.

@@ -17,14 +17,13 @@ from ...engine.arguments import Call
 from ...engine.config import Config
 from ...engine.microbatches import Absent
 from ...engine.parts import Parts
-from ...errors import BatchError, checked
+from ...errors import BatchError
 from ...tree import AbstractTree
 
 #: Microbatches of arguments by name. Those of a whole batch are alike: one describes all.
 Descriptions: TypeAlias = Mapping[str, Sequence[AbstractTree]]
 
 
-@checked
 def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Absent:
     """Stands for an argument of a pipeline on the processes that do not have it.
 

@@ -23,7 +23,7 @@ from ...actions.simulation import simulate_rows
 from ...actions.timeline import Timeline
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
-from ...errors import FpipeError, StageError, checked
+from ...errors import FpipeError, StageError
 from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
@@ -186,7 +186,6 @@ class Profile:
         return "\n".join(lines)
 
 
-@checked
 def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
     """Time every instruction of a step of a pipeline, on all ranks. Without it there is no
     overhead.
@@ -225,7 +224,6 @@ def _actions(runs: Sequence[Run]) -> list[tuple[tuple[str, Action | None], ...]]
 
 
 # ---- costs ----
-@checked
 def measure_costs(
     pipe: Pipeline, params: Tree, x: Tree, /, *targets: Tree, steps: int = 10, **side: Tree
 ) -> Costs:

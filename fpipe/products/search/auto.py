@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from ... import Costs, Placement, Schedule, make_schedule, schedule_names
 from ...actions import as_costs, number, plain
 from ...collectives import Group
-from ...errors import ScheduleError, StageError, checked
+from ...errors import ScheduleError, StageError
 from .bounds import Bound
 from .memory_limit import Memory, in_bytes, is_within, limits
 from .solve import Kind, Solved, solve
@@ -204,7 +204,6 @@ class Automatic:
         return bound
 
 
-@checked
 def auto(
     memory: float | str | None = None, costs: Costs | None = None, *, replicate: bool = False
 ) -> Automatic:

@@ -16,7 +16,7 @@ from math import inf
 from typing import Any, TypeAlias
 
 from ... import Costs, Schedule, Timeline
-from ...errors import ScheduleError, StageError, checked
+from ...errors import ScheduleError, StageError
 from ...generators import schedule_from
 
 #: How many simulated actions a search may spend; a second or two.
@@ -80,7 +80,6 @@ class Balance:
         return "\n".join([*lines, f"    gain: {self.gain:.3f}x ({of})"])
 
 
-@checked
 def balance(
     costs: object,
     ranks: int,

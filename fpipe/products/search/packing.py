@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from math import inf
 
-from ...errors import BatchError, checked
+from ...errors import BatchError
 
 #: How many exchanges between the dearest microbatch and another one are made at most.
 ROUNDS = 200
 
 
-@checked
 def pack(
     lengths: Sequence[int], *, microbatches: int, cost: Callable[[int], float] = lambda n: float(n)
 ) -> list[list[int]]:

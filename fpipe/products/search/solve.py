@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from ... import Costs, Placement, Schedule, Timeline
 from ...actions import Per, as_costs, progress as progress_line
-from ...errors import ScheduleError, checked
+from ...errors import ScheduleError
 from .bounds import Bound, lower_bound
 from .memory_limit import Memory, limits
 from .problem import ALMOST, Problem
@@ -69,7 +69,6 @@ class Solved(Schedule):
         return inf
 
 
-@checked
 def solve(
     costs: Costs,
     ranks: int,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...collectives import Group
-from ...errors import GroupError, checked
+from ...errors import GroupError
 from ...tree import Tree
 from .outcome import store
 from .peers import PROMPT, Peers
@@ -55,7 +55,6 @@ class Elastic:
     timeout: float
 
 
-@checked
 def elastic(*, timeout: float = 60.0) -> Elastic | None:
     """The copy of which this process is part, by the environment variables of torchft, which
     ``fpipe copies`` sets.

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
 
 from ...devices import keep_freed
-from ...errors import LaunchError, checked
+from ...errors import LaunchError
 from .outcome import Report, call, environment, results, store
 
 #: Imported once, before the processes are forked: what a first step imports takes each process
@@ -45,7 +45,6 @@ _LOOK = 60.0
 T = TypeVar("T")
 
 
-@checked
 def launch(
     fn: Callable[..., T],
     *args: object,
