@@ -15,7 +15,7 @@ from fpipe.actions.action import plain
 from fpipe.actions.rule import needs, provides
 from fpipe.errors import ScheduleError, StageError
 from fpipe.lowering.memory import MemoryAccount
-from fpipe.passes.ready.nodes import BODY, PLACED, SEND, WAIT
+from fpipe.passes.ready.nodes import BODY, LAST, PLACED, SEND, WAIT
 from fpipe.passes.ready.simulated import timeline
 from fpipe.passes.ready.window import before
 from fpipe.schedule import Schedule
@@ -271,7 +271,7 @@ def held(plan, rng: random.Random) -> int:
     """The most bytes of a random order: messages arrive whenever their turn in the channel came."""
     missing = [node.missing for node in plan.nodes]
     done = set()
-    row = [n for n, node in enumerate(plan.nodes) if node.kind in (BODY, PLACED)]
+    row = [n for n, node in enumerate(plan.nodes) if node.kind in (BODY, LAST, PLACED)]
     account, most = MemoryAccount(plan.wired), 0
     while len(done) < len(plan.nodes):
         front = next((n for n in row if n not in done), None)
@@ -282,7 +282,7 @@ def held(plan, rng: random.Random) -> int:
             if n not in done and not missing[n]
             if node.kind == SEND
             or (node.kind == PLACED and n == front)
-            or (node.kind in (BODY, WAIT) and node.position < end)
+            or (node.kind in (BODY, LAST, WAIT) and node.position < end)
         ]
         assert able, "no node can run"
         sends = [n for n in able if plan.nodes[n].kind == SEND]

@@ -18,8 +18,9 @@ from ...lowering.plan import Plan
 from ...lowering.wired import Settle
 from .window import before, unawaited
 
-#: What a node is. One that is "placed" runs once all bodies before it have run.
-BODY, SEND, WAIT, PLACED = "body", "send", "wait", "placed"
+#: What a node is. No other rank waits for a body that is "last"; a node that is "placed" runs once
+#: all bodies before it have run.
+BODY, LAST, SEND, WAIT, PLACED = KINDS = range(5)
 #: Who sends the microbatches that come late, in place of a rank.
 CALLER = -1
 
@@ -32,19 +33,20 @@ class Node:
     ``after`` are the nodes that wait for this one; ``missing`` is how many it waits for.
     """
 
-    kind: str
+    kind: int
     position: int
     steps: list[int] = field(default_factory=list)
     channel: tuple[int, int] | None = None
     after: list[int] = field(default_factory=list)
     missing: int = 0
-    last: bool = False  # no other rank waits for it
     message: int = -1  # of a wait: the instruction that waits, among ``steps``
 
 
-def nodes_of(plan: Plan, lanes: Mapping[int, int]) -> list[Node]:
-    """The nodes of a plan, in the order of its instructions. ``lanes`` has the stream of each
-    message, by its instruction.
+def nodes_of(plan: Plan, lanes: Mapping[int, int], alone: frozenset[int]) -> list[Node]:
+    """The nodes of a plan, in the order of its instructions.
+
+    ``lanes`` has the stream of each message, by its instruction. Those ``alone`` share theirs with
+    no other stage and fact, so a send among them is a part of its body.
     """
     made = _Made(plan)
     waits: dict[int, Node] = {}
@@ -63,10 +65,10 @@ def nodes_of(plan: Plan, lanes: Mapping[int, int]) -> list[Node]:
             node.message = number
         elif isinstance(op, Settle) and op.peer in waits:
             waits[op.peer].steps.append(number)
-        elif isinstance(op, Send):
+        elif isinstance(op, Send) and number not in alone:
             made.add(SEND, position, [number], (op.peer, lanes[number]))
         elif (
-            type(op) not in (Run, Add)
+            not (type(op) in (Run, Add) or isinstance(op, Send))
             or position == len(plan.row)
             or getattr(ins.program, "collective", False)
         ):
@@ -88,13 +90,14 @@ class _Made:
         self.reached = 0
 
     def add(
-        self, kind: str, position: int, steps: list[int], channel: tuple[int, int] | None = None
+        self, kind: int, position: int, steps: list[int], channel: tuple[int, int] | None = None
     ) -> Node:
         """A new node."""
-        last = kind == BODY and unawaited(self.row[position])
-        node = Node(kind, position, steps, channel, last=last)
+        if kind == BODY and unawaited(self.row[position]):
+            kind = LAST
+        node = Node(kind, position, steps, channel)
         self.nodes.append(node)
-        if kind in (BODY, PLACED):
+        if channel is None:
             self.of[position] = node
         return node
 

@@ -56,8 +56,8 @@ class _OnRank(Feature):
     def complete(self, plan: Plan) -> Plan:
         given = {one.name: getattr(plan, one.name) for one in fields(Plan)}
         streams = 1 if plan.wired else STREAMS
-        lanes = _lanes(plan, streams)
-        nodes = nodes_of(plan, lanes)
+        lanes, alone = _lanes(plan, streams)
+        nodes = nodes_of(plan, lanes, alone)
         instructions = tuple(_instructions(plan, lanes))
         slots = _Slots(plan)
         given["instructions"] = tuple(map(slots.place, instructions, plan.uses))
@@ -88,6 +88,11 @@ class ReadyPlan(Plan):
     def curve(self) -> tuple[int, ...]:
         """The most bytes held while the action of each instruction is the first not to have run."""
         return bound(self, self.nodes, self.window)
+
+    @cached_property
+    def in_row(self) -> list[int]:
+        """The places of the nodes that move the window."""
+        return [place for place, node in enumerate(self.nodes) if node.channel is None]
 
     @cached_property
     def draws(self) -> bool:
@@ -200,9 +205,9 @@ def _instructions(plan: Plan, lanes: Mapping[int, int]) -> Iterator[Instruction]
         yield ins._replace(op=op)
 
 
-def _lanes(plan: Plan, streams: int) -> dict[int, int]:
+def _lanes(plan: Plan, streams: int) -> tuple[dict[int, int], frozenset[int]]:
     """The stream of each message, by its instruction: one for each stage and fact, as far as there
-    are streams.
+    are streams; and the messages that share theirs with no other stage or fact.
     """
     names: dict[tuple[type, int], dict[tuple[int, bool], None]] = {}
     of: dict[int, tuple[tuple[type, int], tuple[int, bool] | None]] = {}
@@ -217,10 +222,13 @@ def _lanes(plan: Plan, streams: int) -> dict[int, int]:
                 known[name] = None
             of[number] = channel, name
     lanes = {}
+    alone = set[int]()
     for number, (channel, name) in of.items():
         lanes[number] = 0
         if name is not None:
             in_order = sorted(names[channel])
             place = in_order.index(name)
             lanes[number] = place % streams
-    return lanes
+            if len(in_order) <= streams:
+                alone.add(number)
+    return lanes, frozenset(alone)

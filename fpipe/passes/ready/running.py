@@ -7,6 +7,7 @@ schedules or backends.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
@@ -17,7 +18,7 @@ from ...collectives.group import Group, Tensors, Work
 from ...engine.execute import Executable
 from ...lowering.instruction import Registers, StepFn
 from ...lowering.instructions import Wait
-from .nodes import BODY, CALLER, PLACED, SEND, WAIT, Node
+from .nodes import CALLER, KINDS, WAIT, Node
 
 #: A work to wait for, and the slots of its result.
 Pending: TypeAlias = tuple[Work, tuple[int, ...]]
@@ -47,7 +48,10 @@ class _AnyOf(NamedTuple):
             return ()
         ranks = [peer for peer, _ in self.receives if peer != CALLER]
         if ranks:  # any of them names the wait for the caller
-            named = [(ranks[0] if peer == CALLER else peer, work) for peer, work in self.receives]
+            named = []
+            for peer, work in self.receives:
+                rank = ranks[0] if peer == CALLER else peer
+                named.append((rank, work))
             self.group.wait_any(named)
         else:
             _, work = self.receives[0]
@@ -61,9 +65,12 @@ def steps_in_order(plan: Any, executable: Executable, r: Registers) -> Iterator[
     """
     if r.seed is None and plan.draws:
         for number, step in chain(*executable.phases):
-            yield number, partial(_at_once, step) if type(plan.keyed[number].op) is Wait else step
+            op = plan.keyed[number].op
+            if type(op) is Wait:
+                step = partial(_at_once, step)
+            yield number, step
         return
-    yield from _Run(plan.nodes, plan.window, executable.steps, executable.group, r).all()
+    yield from _Run(plan, executable.steps, executable.group, r).all()
 
 
 def _at_once(step: StepFn, r: Registers) -> Pending | None:
@@ -79,107 +86,91 @@ def _at_once(step: StepFn, r: Registers) -> Pending | None:
 class _Run:
     """The state of a run.
 
-    ``bodies`` are those that wait for no node, by whether no other rank waits for them, and place.
-    ``front`` is the first body or placed node that has not run.
+    ``queues`` are the nodes that wait for no other node, by their kind. ``front`` is the first
+    body or placed node that has not run, and ``end`` the position at which its window ends.
     """
 
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        window: int,
-        steps: Sequence[StepFn],
-        group: Group,
-        r: Registers,
-    ):
-        self.nodes = nodes
-        self.window = window
+    def __init__(self, plan: Any, steps: Sequence[StepFn], group: Group, r: Registers):
+        self.nodes: Sequence[Node] = plan.nodes
+        self.row: Sequence[int] = plan.in_row
+        self.window = plan.window
         self.steps = steps
         self.group = group
         self.r = r
-        self.missing = [node.missing for node in nodes]
-        self.done = bytearray(len(nodes))
-        self.row = []
-        for place, node in enumerate(nodes):
-            if node.kind in (BODY, PLACED):
-                self.row.append(place)
-        self.front = 0
-        self.bodies: tuple[list[int], list[int]] = ([], [])
-        self.sends: list[int] = []
-        self.waits: list[int] = []  # those whose channel has come to them
+        self.missing = [node.missing for node in self.nodes]
+        self.left = len(self.nodes)
+        self.done = bytearray(self.left)
+        self.queues: tuple[list[int], ...] = tuple([] for _ in KINDS)
         self.receives: list[_Receive] = []
-        self.left = len(nodes)
+        self.ran = 0  # of ``row``, those before ``front``
+        self._advance()
         for place, count in enumerate(self.missing):
             if not count:
-                self._open(place)
+                heappush(self.queues[self.nodes[place].kind], place)
 
     def all(self) -> Iterator[tuple[int, StepFn]]:
         """Run all nodes."""
+        nodes = self.nodes
+        steps = self.steps
+        bodies, last, sends, waits, placed = self.queues
         while self.left:
-            left = self.left
-            if not self.sends:  # what was computed is released first
-                if self.waits:
+            arrived: list[_Receive] = []
+            if sends:  # what was computed is released first
+                place = heappop(sends)
+            else:
+                if waits and nodes[waits[0]].position < self.end:
                     yield from self._post()
-                if self.receives:
-                    yield from self._take()
-            place = self._next()
-            if place is not None:
-                for number in self.nodes[place].steps:
-                    yield number, self.steps[number]
-                self._ended(place)
-            elif self.left == left:
-                receives = sorted(self.receives, key=lambda one: one.node)
-                works = [(one.peer, one.work) for one in receives]
-                wait = (_AnyOf(self.group, works), ())
-                first = self.nodes[receives[0].node]
-                yield first.message, lambda r, wait=wait: wait
-
-    def _open(self, place: int) -> None:
-        """A node waits for no other node."""
-        node = self.nodes[place]
-        if node.kind == BODY:
-            heappush(self.bodies[node.last], place)
-        elif node.kind == SEND:
-            heappush(self.sends, place)
-        elif node.kind == WAIT:
-            heappush(self.waits, place)
+                first = len(nodes)
+                if bodies and nodes[bodies[0]].position < self.end:
+                    first = bodies[0]
+                if self.receives and self.receives[0].node < first:
+                    arrived = [one for one in self.receives if one.work.done()]
+                    yield from self._take(arrived)
+                if placed and placed[0] == self.front:
+                    place = heappop(placed)
+                elif bodies and nodes[bodies[0]].position < self.end:
+                    place = heappop(bodies)
+                elif last and nodes[last[0]].position < self.end:
+                    place = heappop(last)
+                elif arrived:
+                    continue
+                else:
+                    yield self._wait()
+                    continue
+            for number in nodes[place].steps:
+                yield number, steps[number]
+            self._ended(place)
 
     def _ended(self, place: int) -> None:
+        nodes = self.nodes
+        missing = self.missing
         self.done[place] = 1
         self.left -= 1
+        if place == self.front:
+            self._advance()
+        for later in nodes[place].after:
+            missing[later] -= 1
+            if not missing[later]:
+                heappush(self.queues[nodes[later].kind], later)
+
+    def _advance(self) -> None:
+        """Move the window to the first node of the row that has not run."""
         row = self.row
-        while self.front < len(row) and self.done[row[self.front]]:
-            self.front += 1
-        for later in self.nodes[place].after:
-            self.missing[later] -= 1
-            if not self.missing[later]:
-                self._open(later)
-
-    def _end(self) -> int:
-        """The position at which the window ends."""
-        if self.front == len(self.row):
-            return len(self.nodes)
-        return self.nodes[self.row[self.front]].position + self.window
-
-    def _next(self) -> int | None:
-        """The node to run now, if one can."""
-        if self.sends:
-            return heappop(self.sends)
-        if self.front < len(self.row):
-            place = self.row[self.front]
-            if self.nodes[place].kind == PLACED and not self.missing[place]:
-                return place
-        end = self._end()
-        for heap in self.bodies:
-            if heap and self.nodes[heap[0]].position < end:
-                return heappop(heap)
-        return None
+        while self.ran < len(row) and self.done[row[self.ran]]:
+            self.ran += 1
+        if self.ran < len(row):
+            self.front = row[self.ran]
+            self.end = self.nodes[self.front].position + self.window
+        else:
+            self.front = -1
+            self.end = len(self.nodes)
 
     # ---- messages ----
     def _post(self) -> Iterator[tuple[int, StepFn]]:
         """Begin the waits of the window."""
-        end = self._end()
-        while self.waits and self.nodes[self.waits[0]].position < end:
-            place = heappop(self.waits)
+        waits = self.queues[WAIT]
+        while waits and self.nodes[waits[0]].position < self.end:
+            place = heappop(waits)
             node = self.nodes[place]
             split = node.steps.index(node.message)
             for number in node.steps[:split]:
@@ -188,11 +179,11 @@ class _Run:
             then = node.steps[split + 1 :]
             assert node.channel is not None, "a wait has a channel"
             peer, _ = node.channel
-            self.receives.append(_Receive(place, peer, work, writes, then))
+            receive = _Receive(place, peer, work, writes, then)
+            insort(self.receives, receive)
 
-    def _take(self) -> Iterator[tuple[int, StepFn]]:
+    def _take(self, arrived: Sequence[_Receive]) -> Iterator[tuple[int, StepFn]]:
         """Take what has arrived."""
-        arrived = [one for one in self.receives if one.work.done()]
         for one in arrived:
             self.receives.remove(one)
             for slot, tensor in zip(one.writes, one.work.wait(), strict=True):
@@ -200,3 +191,10 @@ class _Run:
             for number in one.then:
                 yield number, self.steps[number]
             self._ended(one.node)
+
+    def _wait(self) -> tuple[int, StepFn]:
+        """A step that waits for any of the messages."""
+        works = [(one.peer, one.work) for one in self.receives]
+        pending: Pending = (_AnyOf(self.group, works), ())
+        first = self.nodes[self.receives[0].node]
+        return first.message, lambda r: pending
