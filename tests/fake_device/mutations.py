@@ -170,13 +170,6 @@ TABLE = (
         "link waits",
         "the device of a process is not its current one",
     ),
-    Mutant(
-        "passes/weaving/segments.py",
-        "for one in piece if waited(one) for name in",
-        "for one in () if waited(one) for name in",
-        "woven",
-        "what a collective sends is freed before it is sent",
-    ),
 )  # fmt: off
 
 
@@ -199,7 +192,6 @@ CHECKS: dict[str, Callable[[], list[Any]]] = {
     "link waits": _processes(test_processes.waits_of_the_host),
     "refused": _processes(test_processes.refused_call),
     "copies": _processes(test_processes.axis, "copies", "", SEEDS),
-    "woven": _processes(test_processes.axis, "woven", "", SEEDS),
 }
 
 

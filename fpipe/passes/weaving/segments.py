@@ -142,7 +142,7 @@ def _places(programs: Programs, program: Program) -> dict[str, _Place]:
 def _segments(
     program: Program, pieces: Sequence[tuple[_Place, Sequence[Operation]]]
 ) -> Iterator[Segment]:
-    reads = [_reads(program, piece) for _, piece in pieces]
+    reads = [dict.fromkeys(name for one in piece for name in one.inputs) for _, piece in pieces]
     numbers = {c.value: c.number for c in collectives_of(program)}
     drawing = [index for index, (_, piece) in enumerate(pieces) if any(map(draws, piece))]
     for index, ((place, piece), used) in enumerate(zip(pieces, reads, strict=True)):
@@ -161,13 +161,3 @@ def _segments(
         waits = [one.inputs[0] for one in piece if waited(one)]
         loose = place.loose and stream is None  # several that draw keep their order
         yield Segment(part, loose, tuple(value for value in waits if value not in computed))
-
-
-def _reads(program: Program, piece: Sequence[Operation]) -> dict[str, None]:
-    """The values that a piece needs, by name. What a collective sends must exist until it is waited
-    for.
-    """
-    sent = {one.name: one.inputs for one in program.operations if started(one)}
-    used = [name for one in piece for name in one.inputs]
-    used += [name for one in piece if waited(one) for name in sent.get(one.inputs[0], ())]
-    return dict.fromkeys(used)
