@@ -247,7 +247,7 @@ P, M, K = 4, 8, 2
 def zoo() -> tuple[str, dict[str, bytes]]:
     """The page of all schedules, and its pictures by path."""
     lines = [
-        "# Schedules",
+        "# All schedules",
         "",
         f"All pictures are drawn by `fpipe draw` for {P} ranks and {M} microbatches. F, I and W "
         "of all stages of a",
@@ -261,7 +261,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         "microbatch,",
         f"which is {K} in the pictures.",
         "",
-        "[Choose a schedule](howto/choose.md) · [Sliders for counts and costs](fpipe.html) · "
+        "[Choose a schedule](howto/choose.md) · [Schedule explorer](explorer.md) · "
         "`fpipe compare` compares",
         "all of them for other counts and costs",
         "",
@@ -688,8 +688,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+#: page -> a factor of its score in the search
+BOOST = {"install.md": 2, "reference/pipelines.md": 2, "changelog.md": 0.5}
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Link the examples that a page names, and the files of the repository that are pages."""
+    page.meta["search"] = {"boost": BOOST.get(page.file.src_uri, 1)}
     up = "../" * page.file.src_uri.count("/")
     for copy, file in COPIED.items():
         markdown = markdown.replace(f"]({up}../{file}", f"]({up}{copy}")

