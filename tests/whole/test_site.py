@@ -8,6 +8,7 @@ import subprocess
 import warnings
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -137,6 +138,39 @@ def test_links_lead_to_places_of_the_site(site: Path):
             ):
                 dead.append(f"{page.relative_to(site)}: {target}")
     assert dead == []
+
+
+def test_contents_of_the_reference_list_methods(site: Path):
+    page = (site / "reference/simulation.html").read_text(encoding="utf-8")
+    contents = re.findall(
+        r'<a href="#([^"]+)" class="md-nav__link">\s*<span[^>]*>\s*([^<]*?)\s*<', page
+    )
+    assert ("fpipe.Timeline", "Timeline") in contents
+    assert ("fpipe.Timeline.peak", "peak") in contents
+    assert not any(anchor.startswith("fpipe.Solved.check") for anchor, _ in contents)
+
+
+def test_pages_have_tabs_and_neighbours(site: Path):
+    page = (site / "explorer.html").read_text(encoding="utf-8")
+    assert page.count("md-tabs__link") >= 8
+    assert "md-footer__link--prev" in page and "md-footer__link--next" in page
+    assert "fpipe.html" in Links(site / "explorer.html").targets
+
+
+def test_front_page_fits_a_phone(site: Path, browser: Any):
+    """Code is not cut, and a table that is wider says that it scrolls."""
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site / "index.html").as_uri())
+    page.wait_for_selector(".md-typeset__scrollwrap")
+    wide = (
+        "(what) => [...document.querySelectorAll(what)].filter(e => e.scrollWidth > e.clientWidth)"
+    )
+    assert page.evaluate(f"({wide})('article pre code').map(e => e.textContent)") == []
+    hints = page.evaluate(
+        f"({wide})('.md-typeset__scrollwrap').map(e => getComputedStyle(e, '::before').content)"
+    )
+    page.close()
+    assert hints and all("Scroll the table sideways" in hint for hint in hints)
 
 
 def test_front_page_links_to_examples_and_contributing(site: Path):
