@@ -169,6 +169,9 @@ def test_front_page_fits_a_phone(site: Path, browser: Any):
     hints = page.evaluate(
         f"({wide})('.md-typeset__scrollwrap').map(e => getComputedStyle(e, '::before').content)"
     )
+    page.evaluate("document.querySelector('.md-typeset__scrollwrap').scrollLeft = 200")
+    left = "document.querySelector('.md-typeset__scrollwrap td').getBoundingClientRect().left"
+    assert page.evaluate(left) >= 0, "the first column stays"
     page.close()
     assert hints and all("Scroll the table sideways" in hint for hint in hints)
 
