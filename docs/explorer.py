@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent
 def page() -> str:
     """The page."""
     script, controls = (
-        (FOLDER / name).read_text(encoding="utf-8") for name in ("explorer.js", "explorer.html")
+        (FOLDER / name).read_text(encoding="utf-8") for name in ("explorer.js", "controls.html")
     )
     return html.join("Schedules of pipelines", contents(), script=script, controls=controls)
 

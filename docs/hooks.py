@@ -13,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,7 +248,7 @@ P, M, K = 4, 8, 2
 def zoo() -> tuple[str, dict[str, bytes]]:
     """The page of all schedules, and its pictures by path."""
     lines = [
-        "# Schedules",
+        "# All schedules",
         "",
         f"All pictures are drawn by `fpipe draw` for {P} ranks and {M} microbatches. F, I and W "
         "of all stages of a",
@@ -261,7 +262,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         "microbatch,",
         f"which is {K} in the pictures.",
         "",
-        "[Choose a schedule](howto/choose.md) · [Sliders for counts and costs](fpipe.html) · "
+        "[Choose a schedule](howto/choose.md) · [Schedule explorer](explorer.md) · "
         "`fpipe compare` compares",
         "all of them for other counts and costs",
         "",
@@ -325,6 +326,20 @@ REFERENCE = {
     "runs": "Runs, checkpoints and errors",
     "interop": "Interoperation and tests",
 }
+#: page of reference/ -> what it is about
+ABOUT = {
+    "pipelines": "A pipeline is a function of parameters and a batch. Transforms of it return "
+    "gradients.",
+    "stages": "A stage is a function of its parameters and its input. Modules are cut into stages, "
+    "batches into microbatches.",
+    "schedules": "A schedule is a table of actions, with one row for each rank.",
+    "simulation": "`Costs` say what actions take. `Schedule.simulate(costs)` returns a `Timeline`. "
+    "`solve` searches for a schedule, `balance` for equal stages.",
+    "ranks": "A group has the ranks of a pipeline, in this process or in many. Each has a device.",
+    "transforms": "Optimizers, and other functions of gradients, are pairs of `init` and `update`.",
+    "runs": "Training loops, checkpoints, measurements and errors.",
+    "interop": "Models and trainers of other libraries, and tests without processes.",
+}
 #: title of a section -> its page, and its names, or a public module. Each name is in one section.
 SECTIONS = {
     "Pipelines and their gradients": (
@@ -375,8 +390,7 @@ def _page(page: str) -> str:
     lines = [
         f"# {REFERENCE[page]}",
         "",
-        "Generated from the docstrings, whose examples are run by the test suite. "
-        "[All of fpipe](../all.md) has one line for each name.",
+        f"{ABOUT[page]} [All of fpipe](../all.md) has one line for each name.",
         "",
     ]
     for title, (where, names) in SECTIONS.items():
@@ -435,7 +449,8 @@ RETURNED = (
 #: Members without an underscore that other packages of fpipe use, and users do not.
 HIDDEN = {
     "fpipe.Pipeline": "call parts stepper",
-    "fpipe.Programs": "held added_by adding",
+    "fpipe.Programs": "held added_by adding dys daux roles",
+    "fpipe.Schedule": "digest",
     "fpipe.Placement": "path_index",
     "fpipe.Costs": "spread links of_units",
     "fpipe.devices": "keep_freed",
@@ -454,6 +469,18 @@ def public() -> Iterator[tuple[str, Any]]:
             yield from members(member, inner)
 
 
+#: What is read like an attribute.
+PROPERTIES = (property, cached_property)
+
+
+def bases(value: Any) -> dict[type, str]:
+    """The public classes from which a class inherits, with their names. Their members are not
+    repeated.
+    """
+    public = {getattr(fpipe, name): name for name in fpipe._NAMES}
+    return {cls: public[cls] for cls in value.__mro__[1:] if cls in public}
+
+
 def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Public classes and functions of a module; public methods and properties of a class."""
     if inspect.ismodule(value):
@@ -464,12 +491,16 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             if inspect.isclass(member) or inspect.isfunction(member)
         }
     elif inspect.isclass(value) and not issubclass(value, BaseException):
-        ours = [cls for cls in value.__mro__ if cls.__module__.startswith("fpipe")]
+        ours = [
+            cls
+            for cls in value.__mro__
+            if cls.__module__.startswith("fpipe") and cls not in bases(value)
+        ]
         found = {
             member: getattr(value, member)
             for cls in reversed(ours)
             for member, kept in vars(cls).items()
-            if callable(kept) or isinstance(kept, (property, classmethod, staticmethod))
+            if callable(kept) or isinstance(kept, (*PROPERTIES, classmethod, staticmethod))
         }
     else:
         found = {}
@@ -488,6 +519,9 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     if callable(value) and name not in RETURNED:
         lines += ["```python", *signature(name, value), "```", ""]
     lines += [text_of(value, name), ""]
+    for base in bases(value).values() if inspect.isclass(value) else ():
+        page = next(page for page, names in SECTIONS.values() if base in names.split())
+        lines += [f"It has all members of [`fpipe.{base}`]({page}.md#fpipe.{base}) too.", ""]
     if name != "fpipe.errors" or not inspect.ismodule(value):
         for member, inner in members(name, value):
             lines += entry(member, inner, "###" if inspect.ismodule(value) else "####")
@@ -513,7 +547,8 @@ def signature(name: str, value: Any) -> list[str]:
         for key, each in sign.parameters.items()
         if key != "self"
     ]
-    sign = sign.replace(parameters=shown, return_annotation=_annotation(sign.return_annotation))
+    result = sign.empty if inspect.isclass(value) else _annotation(sign.return_annotation)
+    sign = sign.replace(parameters=shown, return_annotation=result)
     text = re.sub(r"<(?:function|class|object)[^>]*>", "...", f"{name}{sign}")
     if len(text) <= 96:
         return [text]
@@ -551,8 +586,8 @@ HEADS = ("Args:", "Returns:", "Raises:")
 def sections(doc: str) -> dict[str, list[str]]:
     """The text of each section of a docstring: its items, each in one line; "" is all other text.
 
-    >>> sections("Do.\\n\\nArgs:\\n    x, y: what\\n        is done.\\n\\n>>> 1")
-    {'': ['Do.', '', '>>> 1'], 'Args:': ['x, y: what is done.']}
+    >>> sections("Do.\\n\\nArgs:\\n    x, y: what\\n    is done.\\n    z: more.\\n\\n>>> 1")
+    {'': ['Do.', '', '>>> 1'], 'Args:': ['x, y: what is done.', 'z: more.']}
     """
     out: dict[str, list[str]] = {"": []}
     head = ""
@@ -564,7 +599,7 @@ def sections(doc: str) -> dict[str, list[str]]:
             head = ""
         if not head:
             out[""].append(line)
-        elif line.startswith("     ") and out[head]:
+        elif out[head] and line.strip() and not re.match(r"    [\w*][\w*, .]*: ", line):
             out[head][-1] += " " + line.strip()
         elif line.strip() and line not in HEADS:
             out[head].append(line.strip())
@@ -688,8 +723,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+#: page -> a factor of its score in the search
+BOOST = {"install.md": 2, "reference/pipelines.md": 2, "changelog.md": 0.5}
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Link the examples that a page names, and the files of the repository that are pages."""
+    page.meta["search"] = {"boost": BOOST.get(page.file.src_uri, 1)}
     up = "../" * page.file.src_uri.count("/")
     for copy, file in COPIED.items():
         markdown = markdown.replace(f"]({up}../{file}", f"]({up}{copy}")
@@ -698,6 +738,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         rf"[\g<0>]({up}examples.md#\1)",
         markdown,
     )
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> None:
+    """Shorten names in the contents of a page of the reference: a method stands below its class."""
+    if page.file.src_uri.startswith("reference/"):
+        shorten(page.toc)
+
+
+def shorten(items: Any, owner: str = "fpipe") -> None:
+    """Remove from the titles of headings what the heading above them says."""
+    for item in items:
+        name = item.title
+        item.title = name.removeprefix(f"{owner}.").removeprefix("fpipe.")
+        shorten(item.children, name)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -239,9 +239,6 @@ class Schedule:
         Args:
             slices: how many slices each microbatch gets.
 
-        Returns:
-            The schedule.
-
         Raises:
             ScheduleError: if the schedule has slices already, or the number is wrong.
 
@@ -310,9 +307,6 @@ class Schedule:
             order: ``"row"``, or ``"ready"``: a rank runs what is ready within a window of its row.
             window: the number of actions in the window of ``order="ready"``; by default those of as
                 many microbatches as there are ranks.
-
-        Returns:
-            A ``Timeline``.
 
         Raises:
             ScheduleError: if the schedule cannot end, or the costs do not fit its stages.

@@ -18,6 +18,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from browsers import browser as browser
+
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch is imported: the tensors are small, and tests run in parallel

@@ -259,9 +259,6 @@ class Placement:
             stage: the number of the stage.
             microbatch: the number of the microbatch, which decides the path.
 
-        Returns:
-            The rank.
-
         >>> Placement.v(2).rank_of(3)
         0
         """
@@ -305,9 +302,6 @@ class Placement:
         Args:
             slices: how many slices each microbatch has.
 
-        Returns:
-            The placement.
-
         >>> Placement.bidirectional(2, 2, up=[1]).sliced(2).route
         (0, 0, 1, 1)
         """
@@ -315,13 +309,7 @@ class Placement:
         return Placement(self.paths, self.ranks, route)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, ascending.
-
-        Args:
-            rank: the rank.
-
-        Returns:
-            Numbers of stages.
+        """The numbers of the stages that ``rank`` holds, ascending.
 
         >>> Placement.v(2).stages_of(0)
         (0, 3)

@@ -51,33 +51,37 @@ _refuse = partial(ScheduleError, rule="costs")
 @checked
 @dataclass(frozen=True)
 class Costs:
-    """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to
-    number).
+    """What actions cost in time and memory: each cost is one number, or one per stage (a sequence,
+    or a mapping from stage to number).
 
-    This is the one model of costs: pictures and comparisons simulate with it, the solver and the
-    plans of large runs search with it, and ``fpipe.profile`` and ``pipe.plan`` return it.
+    The simulator, pictures, the solver and ``fpipe plan`` use these costs. ``fpipe.profile`` and
+    ``pipe.plan`` return them.
 
-    *Time.* An action takes its number of F, I, W or B. *Messages.* One between different ranks
-    takes ``comm + boundary / bandwidth``. *Memory.* F adds ``saved`` bytes to what its rank holds,
-    I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``. *Microbatches.* They may differ by
-    ``load`` and ``size``. Where microbatches have slices, a slice has an equal share of the costs.
+    * **Time.** An action of kind F, I, W or B takes the time of that name.
+    * **Messages.** A message between two ranks takes ``comm + boundary / bandwidth``.
+    * **Memory.** F stores ``saved`` bytes. I frees all but ``kept`` of them, and W frees the rest.
+      B frees all at once.
+    * **Microbatches.** ``load`` and ``size`` give each microbatch a factor. A slice of a microbatch
+      has an equal share of its costs.
 
     Args:
-        F, I, W: the times of these actions.
-        B: the time of B; by default I + W.
+        F: the time of a forward.
+        I: that of the gradient of a stage's input.
+        W: that of the gradients of its parameters.
+        B: that of both gradients in one action; by default I + W.
         overlap: the time of a fused action, by the stage of its first part, or a function of an
             action, as ``pipe.plan(...).costs`` has; by default the sum of its parts.
-        comm: the latency of a message. This and the next four may differ by boundary, one number
-            between each stage and the next.
+        comm: the latency of a message. It and the next four are one number, or one for each
+            boundary between a stage and the next.
         boundary: the bytes of a message.
-        bandwidth: bytes per time.
+        bandwidth: the bytes that a message sends in a unit of time.
         send: how long a message keeps its sender's rank busy, after the action.
         receive: how long it keeps its receiver's rank busy, before the action that needs it.
-        saved: the bytes that are held from F on.
-        kept: those that I leaves for W; by default all.
-        load: one number for each microbatch, or for each slice of every microbatch, which
-            multiplies the times of its actions: later slices of causal attention take longer.
-        size: such numbers, which multiply the bytes that a microbatch saves, keeps and sends.
+        saved: the bytes that F stores for the backward.
+        kept: the bytes of them that W still needs after I; by default all.
+        load: a factor of the times of each microbatch, or of each slice of every microbatch: later
+            slices of causal attention take longer.
+        size: such factors of the bytes that a microbatch saves, keeps and sends.
         unit: of times, for texts and pictures, such as ``"ms"``.
 
     Raises:
@@ -186,13 +190,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: JSON.
-
-        Returns:
-            The costs.
+        """The costs that :meth:`to_json` wrote as ``text``.
 
         Raises:
             ScheduleError: if the text is not such JSON.
@@ -214,13 +212,10 @@ class Costs:
         return cls(**values)
 
     def table(self, ran: Collection[str] = OPS) -> str:
-        """Measured costs as text: a line for each stage in milliseconds, and one for messages.
+        """The measured costs as text: a line for each stage, in milliseconds, and one for messages.
 
         Args:
             ran: the kinds of actions that were measured.
-
-        Returns:
-            The lines.
 
         >>> print(Costs(F=[0.001, 0.002], unit="s").table())
         stage      F ms
@@ -263,9 +258,6 @@ class Costs:
         Args:
             share: a number, such as a half where these costs are those of two stages.
 
-        Returns:
-            The costs.
-
         >>> Costs(F=2, comm=0.5).scaled(0.5)
         Costs(F=1.0, I=0.5, W=0.5, comm=0.5, saved=0.5)
         >>> Costs(F=[1, 2]).scaled(0.5)
@@ -279,13 +271,8 @@ class Costs:
 
     # ---- by stage ----
     def times(self, stages: int) -> dict[str, tuple[float, ...]]:
-        """op -> the time that it takes on each stage; ``"overlap"`` only if it has a number.
-
-        Args:
-            stages: how many stages there are.
-
-        Returns:
-            A mapping from op to one number for each stage.
+        """The times of each kind of action, one for each of ``stages`` stages; those of fused
+        actions, ``"overlap"``, only if they are numbers.
 
         Raises:
             ScheduleError: if a cost is a sequence of another length.
@@ -304,13 +291,8 @@ class Costs:
         return times
 
     def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
-        """op -> what it adds to the bytes that its rank holds, for each stage.
-
-        Args:
-            stages: how many stages there are.
-
-        Returns:
-            A mapping from op to one number for each stage.
+        """The bytes that each kind of action adds to its rank, one number for each of ``stages``
+        stages; what it frees is negative.
 
         Raises:
             ScheduleError: if a cost is a sequence of another length.

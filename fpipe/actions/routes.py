@@ -19,9 +19,6 @@ def placement_of(rows: Sequence[Row]) -> Placement:
     Args:
         rows: the actions of each rank, as in a ``Schedule``.
 
-    Returns:
-        The placement.
-
     Raises:
         ScheduleError: if a stage has no action.
 

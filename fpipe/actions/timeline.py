@@ -66,14 +66,17 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """Start and end of every action, and the figures that follow from them.
+    """When each action ran and what each rank held, simulated or measured.
 
-    ``starts[rank][position]`` and ``ends[rank][position]`` are times. ``causes[rank][position]`` is
-    the index of the fact (see ``dependencies.Facts``) that the rank waited for before this action,
-    or -1 if it did not wait. ``memory[op]`` has for each stage what an action adds to the memory of
-    its rank. ``boundary`` has the bytes of a message between a stage and the next. If microbatches
-    differ, both are multiplied by their ``sizes``. ``unit`` is that of time; "" stands for that of
-    the costs. ``carried`` has for each rank what its link carries, if that was predicted.
+    Its fields:
+
+    * ``rows``, ``starts``, ``ends``: the actions of each rank in order, and their times.
+    * ``causes``: where a rank waited before an action; :meth:`waited_for` reads it.
+    * ``memory``: what each kind of action adds to the memory of its rank, by stage.
+    * ``boundary``: the bytes of a message between a stage and the next.
+    * ``sizes``: a factor of both for each microbatch, if they differ.
+    * ``unit``: of times; "" is that of the costs.
+    * ``carried``: what the link of each rank carries, if that was predicted.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
@@ -110,11 +113,11 @@ class Timeline:
 
         Args:
             spans: in any order, all by one clock.
-            name: the name of the timeline in pictures.
-            unit: the unit of times.
+            name: what pictures call the timeline.
+            unit: of times, such as ``"ms"``.
 
         Returns:
-            A timeline that begins at the first start.
+            A timeline whose ``start`` is the first start.
 
         Raises:
             ScheduleError: if there is no span, or a time is not finite.
@@ -179,13 +182,7 @@ class Timeline:
         return tuple(self)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank, in order.
-
-        Args:
-            rank: the rank.
-
-        Returns:
-            A tuple of ``Span``.
+        """The actions of ``rank`` in order, each a ``Span`` with its start and end.
 
         >>> from fpipe import make_schedule
         >>> t = make_schedule("1F1B", 2, 2).simulate()
@@ -259,13 +256,8 @@ class Timeline:
         return {op: (kind.activations,) * self.placement.stages for op, kind in KINDS.items()}
 
     def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """What a rank holds over time: an action adds at its start and frees at its end.
-
-        Args:
-            rank: the rank.
-
-        Returns:
-            Pairs of a time, and the amount that is held from then on.
+        """What ``rank`` holds over time, as pairs of a time and the amount that is held from then
+        on. An action adds at its start and frees at its end.
 
         >>> from fpipe import make_schedule
         >>> t = make_schedule("1F1B", 2, 2).simulate()
@@ -327,14 +319,8 @@ class Timeline:
         return {fact: (rank, position) for fact, rank, position in facts if fact in causes}
 
     def waited_for(self, rank: int, position: int) -> Wait | None:
-        """What a rank waited for before this action; None if it did not wait.
-
-        Args:
-            rank: the rank.
-            position: of the action in its row.
-
-        Returns:
-            A ``Wait``: the rank and the position of the action that it waited for, and the time.
+        """What ``rank`` waited for before the action at ``position`` of its row: the rank and the
+        position of another action, and the time. None if it did not wait.
 
         >>> from fpipe import make_schedule
         >>> t = make_schedule("1F1B", 2, 2).simulate()
@@ -371,9 +357,6 @@ class Timeline:
         Args:
             width: in characters; by default that of the terminal.
             color: whether to colour; by default where the output is a terminal.
-
-        Returns:
-            The text.
 
         >>> from fpipe import make_schedule
         >>> t = make_schedule("1F1B", 2, 2).simulate()

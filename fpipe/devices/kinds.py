@@ -70,13 +70,8 @@ KINDS = MappingProxyType({row.type: row for row in _ROWS})
 
 
 def kind(type: str) -> DeviceKind:
-    """The record of a device type; one with gloo for a type that is not in the table.
-
-    Args:
-        type: of ``torch.device``.
-
-    Returns:
-        A ``DeviceKind``.
+    """The record of a ``type`` of ``torch.device``; one with gloo for a type that is not in the
+    table.
 
     >>> kind("cuda").visible, kind("newcomer").backend
     ('CUDA_VISIBLE_DEVICES', 'gloo')
@@ -110,9 +105,6 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
     Args:
         device: a device or its name; by default the accelerator.
         local_rank: the number of the process on its machine.
-
-    Returns:
-        The device.
 
     Raises:
         GroupError: if the machine has no such device.

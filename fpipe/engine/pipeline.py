@@ -265,9 +265,6 @@ def pipeline(
             whose inputs are there; gradients are added in the order of the row, so the bits are
             those of ``order="row"``, the default. ``("ready", n)`` chooses among n actions.
 
-    Returns:
-        A ``Pipeline``.
-
     Raises:
         StageError: if stages or an option are wrong.
         ScheduleError: if the schedule breaks a rule, or does not fit stages, ranks and

@@ -124,9 +124,6 @@ def make_schedule(
             stage with k copies. Rows assume that a stage with k copies takes k times as long as one
             with one. Gradients are added in the order of microbatches.
 
-    Returns:
-        A ``Schedule``.
-
     Raises:
         ScheduleError: if there is no such name, or the schedule has no form for these counts.
 

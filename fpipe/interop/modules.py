@@ -51,7 +51,7 @@ def from_module(
     choose later. ``fpipe.receive`` reads the parameters of a module cut on "meta".
 
     Args:
-        model: the module.
+        model: a module whose forward runs its submodules one after another.
         cuts: names of submodules; each begins a stage with its first use.
         side: arguments of forward that are side inputs, beside those without a default; the others
             keep their default.
@@ -114,18 +114,18 @@ def to_module(
     *,
     gather: Pipeline | None = None,
 ) -> nn.Module:
-    """Write stage parameters (and state) back into a module, by name; returns the module.
+    """Write stage parameters (and state) back into a module, by name.
 
     Args:
         model: the module that ``from_module`` cut, or one like it.
         params: by stage; an empty dict leaves a stage as it is.
-        state: likewise.
+        state: the buffers by stage, likewise.
         gather: the pipeline, where stages are on other processes (their entries are ``None``).
             Every process calls this function, the tensors of a stage are sent from the rank that
             has it, and every module gets all of them.
 
     Returns:
-        ``model``.
+        The same ``model``.
 
     Raises:
         StageError: if a stage is on another process and ``gather`` is not given, or a tensor does

@@ -43,7 +43,7 @@ def receive(
     its parts of them. Every process calls it, with an iterator that has the same names everywhere.
 
     Args:
-        pipe: the pipeline.
+        pipe: the pipeline that gets the parameters.
         named_tensors: pairs of name and tensor; a mapping, whose values may be functions that
             return the tensor; or the path of a safetensors file or a folder of them, of which each
             process reads its own tensors; or a function that returns a mapping.

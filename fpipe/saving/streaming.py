@@ -70,8 +70,8 @@ def stream(
     Tied parameters come once.
 
     Args:
-        pipe: the pipeline.
-        params: its parameters, one tree per stage; parts with ``zero=``.
+        pipe: the pipeline that has the stages of ``params``.
+        params: the parameters, one tree per stage; parts with ``zero=``.
         bucket_bytes: the memory for what comes from other ranks.
         dtype: that of the floating tensors; by default their own.
         to: the only rank of the pipeline that gets tensors; the others get such on the device

@@ -87,7 +87,7 @@ def save(
 
     Args:
         path: a new folder, on a file system that all processes share.
-        pipe: the pipeline.
+        pipe: the pipeline that has the stages of ``params``.
         params: the parameters, one tree per stage; parts of them with ``zero=``.
         wait: with False, the call returns when tensors are copied to the host, and files are
             written behind the next steps; call ``wait()`` on the result before the next checkpoint,

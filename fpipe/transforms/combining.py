@@ -28,12 +28,9 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     """A transform of the chosen leaves; the updates of the other leaves are returned unchanged.
 
     Args:
-        inner: the transform.
+        inner: the transform of the chosen leaves.
         mask: patterns of names such as ``["*.w"]``, a tree of bools (or a prefix), or a function of
             the parameters.
-
-    Returns:
-        A ``Transform``.
 
     >>> import torch
     >>> from fpipe.transforms import scale
@@ -62,9 +59,6 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
         labels: one for each leaf: ``{pattern: label}`` (the first pattern that fits a leaf's name
             counts), a function of the parameters, or a tree with a label wherever the parameters
             have a leaf or a subtree, for instance one per stage.
-
-    Returns:
-        A ``Transform``.
 
     >>> import torch
     >>> from fpipe.transforms import adamw, sgd

@@ -75,9 +75,6 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     Args:
         over: the pipeline, over whose stages one such gradient counts for all.
 
-    Returns:
-        A ``Transform``.
-
     >>> from fpipe.transforms import chain, sgd
     >>> tx = chain(skip_nonfinite(), sgd(0.1))
     >>> params = [torch.ones(1)]
@@ -116,9 +113,6 @@ def dynamic_loss_scale(
         backoff: the factor after an overflow.
         interval: how many good steps come before the scale grows.
         over: the pipeline, over whose stages one overflow counts for all.
-
-    Returns:
-        A ``Transform``.
 
     Raises:
         TransformError: if an argument is out of its range.

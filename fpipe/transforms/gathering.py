@@ -24,9 +24,6 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
         dtype: in which gradients are sent and added, by default each leaf's; the result has the
             leaf's dtype.
 
-    Returns:
-        A ``Transform``.
-
     >>> from fpipe.collectives.local import local
     >>> mean_over(local(1)).update([torch.ones(2), None], ())
     ([tensor([1., 1.]), None], ())

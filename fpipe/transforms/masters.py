@@ -49,9 +49,6 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         inner: an optimizer, or a chain that ends in one.
         donate: write the new copies into the memory of the old ones, which must not be used again.
 
-    Returns:
-        A ``Transform``.
-
     >>> from fpipe.transforms import apply_updates, sgd
     >>> params = [torch.ones(1, dtype=torch.bfloat16)]
     >>> tx, gradient = master(sgd(1e-3)), [torch.full((1,), -1.0, dtype=torch.bfloat16)]

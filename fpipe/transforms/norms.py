@@ -224,9 +224,6 @@ def clip_by_global_norm(
         over: the pipeline; without one the tree is complete.
         p, exact, tied, shards: as for :func:`global_norm`.
 
-    Returns:
-        A ``Transform``.
-
     Raises:
         TransformError: if ``max_norm`` is not above 0.
 

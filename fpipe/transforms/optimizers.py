@@ -64,9 +64,6 @@ def sgd(
         weight_decay: an L2 penalty, added to the gradient.
         donate: write the new state into the memory of the old one, which must not be used again.
 
-    Returns:
-        A ``Transform``.
-
     Raises:
         TransformError: if an argument is out of its range.
 
@@ -149,9 +146,6 @@ def adamw(
             ``torch.optim.AdamW(fused=True)``, unless leaves are complex or ``dtype`` is another
             one: then those of ``update`` and ``apply_updates``.
         donate: write the new state into the memory of the old one, which must not be used again.
-
-    Returns:
-        A ``Transform``.
 
     Raises:
         TransformError: if an argument is out of its range.

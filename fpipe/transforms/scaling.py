@@ -37,9 +37,6 @@ def scale(factor: float | Tensor) -> Transform:
     Args:
         factor: a number, or a tensor without axes.
 
-    Returns:
-        A ``Transform``.
-
     Raises:
         TransformError: if the number is not finite.
 
@@ -60,9 +57,6 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
         schedule: a function of the step, an int that counts from 0, such as
             ``fpipe.transforms.warmup_cosine`` returns.
 
-    Returns:
-        A ``Transform``.
-
     >>> tx = scale_by_schedule(lambda step: 1.0 / (1 + step))
     >>> _, state = tx.update([torch.ones(1)], tx.init([torch.ones(1)]))
     >>> tx.update([torch.ones(1)], state)[0]
@@ -82,9 +76,6 @@ def cast(dtype: torch.dtype) -> Transform:
 
     Args:
         dtype: a floating dtype.
-
-    Returns:
-        A ``Transform``.
 
     >>> cast(torch.float64).update([torch.ones(1)], ())[0]
     [tensor([1.], dtype=torch.float64)]
@@ -108,9 +99,6 @@ def add_noise(
         seed: of the noise.
         over: the pipeline, needed where its copies hold shards (``zero=``), of which each gets
             different noise, and where parameters are tied, whose copies get the same.
-
-    Returns:
-        A ``Transform``.
 
     Raises:
         TransformError: if an argument is out of its range.

@@ -39,9 +39,6 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
             but LBFGS do.
         options: for its constructor.
 
-    Returns:
-        A ``Transform``.
-
     Raises:
         TransformError: if the class is no optimizer, or one that needs a closure, or refuses the
         options; the transform raises it where the optimizer refuses the parameters.

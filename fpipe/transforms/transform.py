@@ -116,9 +116,9 @@ class Transform:
         (:func:`adamw`).
 
         Args:
-            grads: the gradients.
+            grads: what ``value_and_grad`` returned.
             state: what ``init`` or the step before returned.
-            params: the parameters.
+            params: the parameters of which these are gradients.
             donate: write into the memory of ``params`` and return them; for the memory of the state
                 see the optimizer.
 
@@ -230,9 +230,6 @@ def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: object)
 def identity() -> Transform:
     """Return gradients unchanged.
 
-    Returns:
-        A ``Transform``.
-
     >>> identity().update([torch.ones(1)], ())
     ([tensor([1.])], ())
     """
@@ -245,9 +242,6 @@ def chain(*transforms: Transform) -> Transform:
 
     Args:
         transforms: in the order in which they see the gradients.
-
-    Returns:
-        A ``Transform``.
 
     Raises:
         TransformError: if one is no transform; by ``update``, if the state is that of another

@@ -233,10 +233,12 @@ def test_what_readme_names_is_there():
 def test_figures_of_readme_are_those_of_its_picture():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     printed = re.findall(r"^(\w+): loss [\d.]+, total ([\d.]+), bubble ([\d.]+)%$", text, re.M)
-    drawn = (ROOT / "docs/pictures/three.svg").read_text(encoding="utf-8")
+    drawn = (ROOT / "docs/pictures/bubbles.svg").read_text(encoding="utf-8")
     figures = re.findall(r">total ([\d.]+), bubble ([\d.]+)%, peak", drawn)
-    assert [name for name, *_ in printed] == ["ZBV", "DualPipeV"]
-    assert [tuple(row) for _, *row in printed] == figures[1:]  # the first one is 1F1B
+    assert [name for name, *_ in printed] == ["1F1B", "ZBV"]
+    assert [tuple(row) for _, *row in printed] == figures
+    largest = re.search(r"idle for up to (\d+) % of the time with 1F1B,\s+and never with ZBV", text)
+    assert largest and [int(largest[1]), 0] == [round(float(bubble)) for *_, bubble in printed]
 
 
 def test_what_readme_says_of_time_was_measured():
@@ -244,18 +246,21 @@ def test_what_readme_says_of_time_was_measured():
     file = ROOT / "benchmarks" / "results" / "torch.json"
     if not file.exists():
         pytest.skip("nothing was measured: make bench ARGS=torch")
-    ratios_in_readme = re.search(
-        r"([\d.]+) to ([\d.]+) with small stages \(.*?\), ([\d.]+) to ([\d.]+) with",
-        (ROOT / "README.md").read_text(),
-    )
-    assert ratios_in_readme is not None
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    for size, low, high in (
-        ("small", *ratios_in_readme.groups()[:2]),
-        ("medium", *ratios_in_readme.groups()[2:]),
-    ):
-        ratios = [row["ratio"] for row in rows if row["size"] == size]
-        assert (float(low), float(high)) == pytest.approx((min(ratios), max(ratios)), abs=0.1), size
+    ratios = {(row["schedule"], row["size"]): row["ratio"] for row in rows}
+    for size in ("small", "medium"):
+        cell = re.search(
+            rf"^\| time of a step: {size} .*?\| ([\d.]+) to ([\d.]+) \| 1 ", text, re.M
+        )
+        assert cell, size
+        measured = [ratio for (_, of), ratio in ratios.items() if of == size]
+        assert [*map(float, cell.groups())] == pytest.approx(
+            [min(measured), max(measured)], abs=0.1
+        ), size
+    less = re.search(r"a step of ZBV takes (\d+) % less time than with torch", text)
+    assert less
+    assert 1 - int(less[1]) / 100 == pytest.approx(ratios["ZBVZeroBubble", "medium"], abs=0.1)
 
 
 def test_published_figures(hooks: ModuleType):

@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,7 @@ def gaps(name: str, value: Any) -> Iterator[str]:
     doc = inspect.getdoc(value)
     if not doc:
         yield "a docstring"
-    elif isinstance(value, ModuleType | property) or (
+    elif isinstance(value, ModuleType | property | cached_property) or (
         inspect.isclass(value) and issubclass(value, BaseException)
     ):
         return
@@ -42,16 +43,37 @@ def gaps(name: str, value: Any) -> Iterator[str]:
         yield from (
             f"{parameter} in Args"
             for parameter in parameters(name, value) - explained(found, "Args:")
+            if f"``{parameter}``" not in "".join(found[""])
         )
         yield from (
             f"no {extra}, which is explained"
             for extra in explained(found, "Args:") - parameters(name, value)
         )
-        if returns(value) and not found.get("Returns:"):
+        if returns(value) and not found.get("Returns:") and not says_result(value, doc):
             yield "Returns"
+        yield from (f"{item!r} repeats the signature" for item in repeated(found))
         yield from (f"{error} in Raises" for error in raised(value) - explained(found, "Raises:"))
         if ">>>" not in doc:
             yield "an example"
+
+
+#: First words of a sentence that names the result of a function.
+NAMES = ("A", "All", "An", "Every", "How", "The", "These", "What", "When", "Whether")
+
+
+def says_result(value: Any, doc: str) -> bool:
+    """Whether the first sentence names the result, or its type is a class of the reference."""
+    result = str(inspect.signature(value).return_annotation)
+    return doc.split()[0] in NAMES or inspect.isclass(PUBLIC.get(f"fpipe.{result}"))
+
+
+def repeated(found: dict[str, list[str]]) -> Iterator[str]:
+    """Items that say no more than a name and a type, as ``rank: the rank.``"""
+    yield from (item for item in found.get("Returns:", ()) if len(item.split()) < 3)
+    for item in found.get("Args:", ()):
+        text = item.partition(": ")[2]
+        if len(text.split()) < 2 or re.fullmatch(r"the \w+\.", text):
+            yield item
 
 
 def explained(found: dict[str, list[str]], head: str) -> set[str]:
@@ -103,7 +125,12 @@ def test_gaps_are_found():
         """Do.
 
         Args:
-            x, z: numbers.
+            x: the number.
+            z: a number
+            of any size.
+
+        Returns:
+            A number.
         """
         raise fpipe.errors.StageError(x)
 
@@ -111,9 +138,20 @@ def test_gaps_are_found():
         "more in Args",
         "y in Args",
         "no z, which is explained",
-        "Returns",
+        "'A number.' repeats the signature",
+        "'x: the number.' repeats the signature",
         "an example",
     }
+
+    def other() -> int:
+        """Do.
+
+        >>> 1
+        1
+        """
+        return 1
+
+    assert set(gaps("other", other)) == {"Returns"}
     assert raised(fpipe.value_and_grad) == set()
     assert "StageError" in raised(fpipe.Pipeline.under)
 
@@ -127,3 +165,6 @@ def test_reference_shows_members_and_hides_internals():
     assert "fpipe.Pipeline.place" in headings and "fpipe.Pipeline.call" not in headings
     assert "* `microbatches`: into how many" in page
     assert "fpipe.Pipeline(config" not in page
+    assert "fpipe.Timeline.peak" in headings, "a cached property"
+    assert "fpipe.Solved.gap" in headings and "fpipe.Solved.check" not in headings
+    assert "all members of [`fpipe.Schedule`](schedules.md#fpipe.Schedule)" in page

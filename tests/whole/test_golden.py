@@ -40,11 +40,12 @@ def test_drawings(golden: Golden):
     )
 
 
-@pytest.mark.parametrize(("name", "width"), [("three", 800), ("three-phone", 390)])
+@pytest.mark.parametrize(("name", "width"), [("bubbles", 800), ("bubbles-phone", 390)])
 def test_front_page(golden: Golden, tmp_path: Path, name: str, width: int):
     """The pictures of README.md, by the command that it names: for its column, and for a phone."""
-    made = tmp_path / "three.svg"
-    words = "draw 1F1B ZBV DualPipeV --ranks 4 --microbatches 8"
+    made = tmp_path / "bubbles.svg"
+    words = "draw 1F1B ZBV --ranks 4 --microbatches 8 --no-memory"
+    assert words in (ROOT / "README.md").read_text(encoding="utf-8")
     assert main([*words.split(), "--width", str(width), "--out", str(made)]) == 0
     golden(ROOT / "docs" / "pictures" / f"{name}.svg", made.read_text(encoding="utf-8"))
 

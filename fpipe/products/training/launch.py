@@ -62,7 +62,7 @@ def launch(
     Args:
         fn: a function; in a script it is imported in each new process, so keep the call of
             ``launch`` under ``if __name__ == "__main__"``.
-        args: its arguments.
+        args: what ``fn`` is called with.
         ranks: how many processes are started.
         timeout: of the whole run, in seconds.
         start: a start method of multiprocessing; by default that which fits a script or a notebook.
