@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
-from itertools import chain
+from itertools import chain, pairwise
+from math import inf
 from os import PathLike
 from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +21,10 @@ from ...actions import counted, number
 from ...errors import FpipeError
 from ...tree import Tree, is_tensor, leaves
 from .. import pictures
+from ..pictures.html import page
 from ..pictures.labels import aligned, percent, size_text
+from ..pictures.output import Cell, curve as drawn_curve
+from ..pictures.scene import readable
 from .reasons import advice, idle_of
 
 
@@ -133,12 +137,7 @@ def _edges(plan: Any) -> list[Edge]:
 
 COLUMNS = 48  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
-    "color-scheme:light dark}table{border-collapse:collapse}"
-    "td,th{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top}pre{overflow:auto}"
-)
-Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[object]]]
+Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
 
 def explain(
@@ -181,11 +180,12 @@ class Explanation:
         Raises:
             FpipeError: the suffix is another one, or the file cannot be written.
         """
+        title = self.facts.title
         pictures.write(
             "explanation",
             path,
             (".html", ".txt"),
-            lambda suffix: str(self) if suffix == ".txt" else self._html(),
+            lambda suffix: str(self) if suffix == ".txt" else page(title, self._repr_html_()),
         )
 
     def __str__(self) -> str:
@@ -197,27 +197,25 @@ class Explanation:
 
     __repr__ = __str__
 
-    def _html(self) -> str:
-        body = [f"<h1>{escape(self.facts.title)}</h1><p>{escape(self._about)}</p>"]
-        for title, (head, rows) in self._tables.items():
-            body.append(f"<h2>{escape(title)}</h2>{pictures.table(head, rows)}")
-        said = "".join(f"<p>{escape(line)}</p>" for line in self._advice)
-        body.append(f"<h2>What to change first</h2>{said}<h2>The step</h2>")
-        page = "".join(body) + pictures.figure(self.timeline)
-        head = f"<meta charset='utf-8'><title>fpipe explain</title><style>{_STYLE}</style>"
-        return f"<!doctype html><html lang='en'><head>{head}</head><body>{page}</body></html>\n"
-
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return pictures.titled(str(self))
+        """What a notebook shows, and the page: the step and what to change first, then why."""
+        said = "".join(f"<p>{escape(line)}</p>" for line in self._advice)
+        body = [
+            f"<h2>{escape(self.facts.title)}</h2><p>{escape(self._about)}</p>",
+            f"{pictures.figure(self.timeline)}<h3>What to change first</h3>{said}",
+        ]
+        for title, (head, rows) in self._tables.items():
+            body.append(f"<h3>{escape(title)}</h3>{pictures.table(head, rows)}")
+        return "".join(body)
 
     # ---- its parts ----
     @property
     def _about(self) -> str:
         t = self.timeline
+        unit, scale = readable(t.total, t.unit)
         kind = "measured or given" if self.facts.measured else "estimates from shapes"
         return (
-            f"A step takes {number(t.total)} {t.unit}".rstrip()
+            f"A step takes {number(scale * t.total)} {unit}".rstrip()
             + f", and the bubble is {percent(max(t.bubble, 0.0))}. Times are {kind}."
         )
 
@@ -235,23 +233,28 @@ class Explanation:
             (e.rank, e.to, e.stage, e.direction, e.messages, size_text(e.nbytes / e.messages))
             for e in facts.edges
         ]
-        memory = "rank", "activations over the step; @ is the most of all", "most", "peak of plan"
-        times = [f"{op} {facts.costs.unit}".rstrip() for op in "FIW"]
-        where = "rank", "device", "stage", "engine", "parameters", *times
+        held = "activations over the step"
+        curve = Cell(f"{held}; @ is the most of all", held)
+        times = facts.costs.times(facts.schedule.stages)
+        unit, scale = readable(max(max(times[op]) for op in "FIW"), facts.costs.unit)
+        heads = [f"{op} {unit}".rstrip() for op in "FIW"]
+        memory = "rank", curve, "most", "peak of plan"
+        where = "rank", "device", "stage", "engine", "parameters", *heads
         return {
-            "What runs where": (where, list(self._where())),
+            "What runs where": (where, list(self._where(times, scale))),
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
             "Idle": (("rank", "of the step", "waits"), list(self._idle())),
         }
 
-    def _where(self) -> Iterator[Sequence[object]]:
-        costs = self.facts.costs.times(self.facts.schedule.stages)
+    def _where(
+        self, costs: Mapping[str, Sequence[float]], scale: float
+    ) -> Iterator[Sequence[object]]:
         for rank, stages in sorted(self.facts.stages.items()):
             for one in stages:
-                times = [number(costs[op][one.stage]) for op in "FIW"]
+                times = [number(scale * costs[op][one.stage]) for op in "FIW"]
                 held = f"{one.parameters:,} ({size_text(one.nbytes)})"
-                name = f"{one.stage} {one.name}"
+                name = f"{one.stage} {one.name.rpartition('<locals>.')[2]}"
                 yield (rank, self.facts.devices[rank], name, one.engine, held, *times)
 
     def _memory(self) -> Iterator[Sequence[object]]:
@@ -262,7 +265,8 @@ class Explanation:
             first = max(curve, key=lambda point: point[1], default=(t.start, 0.0))
             when = percent((first[0] - t.start) / (t.total or 1.0))
             held = f"{size_text(t.peak_bytes[rank])} at {when}"
-            yield rank, _line(curve, t, most), held, size_text(peak)
+            drawn = drawn_curve(curve, t.start, t.start + t.total, most)
+            yield rank, Cell(_line(curve, t, most), drawn), held, size_text(peak)
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
@@ -275,16 +279,11 @@ def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str
     """What a rank holds at equal times: a character for each, from blank to @, which is the most of
     all ranks.
     """
-    points = iter((*curve, (float("inf"), 0.0)))
-    time, then = next(points)
-    now = 0.0
+    levels = [*pairwise([*curve, (inf, 0.0)])]
     marks = ""
     for part in range(COLUMNS):
-        end = t.start + t.total * (part + 1) / COLUMNS
-        high = now
-        while time < end:
-            now = then
-            high = max(high, now)
-            time, then = next(points)
+        begin, end = (t.start + t.total * (part + k) / COLUMNS for k in (0, 1))
+        during = (held for (time, held), (after, _) in levels if time < end and after > begin)
+        high = max(during, default=0.0)
         marks += _LEVELS[round((len(_LEVELS) - 1) * high / most)] if most else " "
     return f"[{marks}]"

@@ -27,6 +27,18 @@ from .scene import CAUSES, Lane, Look, Scene, Scenes
 
 Json: TypeAlias = dict[str, object]
 VIEWER = Path(__file__).parent / "viewer"
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{}</title><style>{}body{{margin:0;padding:1rem;background:var(--paper);color:var(--ink);
+color-scheme:var(--scheme);font:15px/1.5 system-ui,sans-serif}}
+body>*{{max-width:1100px;margin:1rem auto}}
+table{{display:block;overflow-x:auto;border-collapse:collapse}}
+td,th{{padding:.15rem 1rem .15rem 0;text-align:left;vertical-align:top;white-space:nowrap;
+font-variant-numeric:tabular-nums}}td:last-child{{white-space:normal}}
+@media(max-width:600px){{table{{font-size:13px}}td,th{{padding-right:.6rem}}}}
+th{{font-weight:500;color:var(--faint)}}</style>
+<body>{}</body></html>
+"""
 SCRIPTS = ("data.js", "paint.js", "over.js", "view.js")
 AMOUNT = 1000  #: of the whole numbers that say what a rank holds are 1
 
@@ -41,6 +53,11 @@ def paint(scenes: Scenes, look: Look) -> str:
     title = " · ".join(labels.title(scene) for scene in scenes)
     contents: Json = {"scenes": drawn, "show": {"memory": look.memory}}
     return join(title, contents, look.dark)
+
+
+def page(title: str, body: str, dark: bool | None = None) -> str:
+    """A page without scripts, in the colours of the pictures."""
+    return PAGE.format(escape(title), _theme(dark), body)
 
 
 def join(

@@ -13,13 +13,14 @@ from os import PathLike, fspath
 from pathlib import Path
 from shutil import get_terminal_size
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...actions import write_bytes
 from ...errors import FpipeError
 from . import html, svg, terminal, trace
+from .colours import THEME
 from .fold import shortened
-from .scene import Look, Timelines, scenes
+from .scene import Look, Points, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,15 +184,41 @@ def figure(timeline: Timelines) -> str:
     return f'<div style="overflow-x:auto">{drawing}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; cells are text.
+class Cell(NamedTuple):
+    """What a table shows as text, and as HTML."""
+
+    text: str
+    html: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def curve(points: Points, start: float, end: float, most: float) -> str:
+    """What a rank holds over a time, as a small picture whose full height is ``most``."""
+    width, height = 240, 24
+    places = [
+        (width * (time - start) / (end - start or 1.0), height * (1 - held / (most or 1.0)))
+        for time, held in points
+    ]
+    path = svg.outline([(0, height), *places, (width, height)])
+    colour = THEME["curve"][0]
+    return (
+        f'<svg width="{width}" height="{height}" role="img"><title>memory over the step</title>'
+        f'<path fill="{colour}" d="{path}"/></svg>'
+    )
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table; cells are text, or a ``Cell``.
 
     >>> table(["rank"], [[0]])
     '<table><tr><th>rank</th></tr><tr><td>0</td></tr></table>'
     """
 
     def line(tag: str, cells: Sequence[object]) -> str:
-        return "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells)
+        shown = (cell.html if isinstance(cell, Cell) else escape(str(cell)) for cell in cells)
+        return "".join(f"<{tag}>{text}</{tag}>" for text in shown)
 
     lines = [line("th", head), *(line("td", row) for row in rows)]
     return f"<table>{''.join(f'<tr>{text}</tr>' for text in lines)}</table>"

@@ -196,8 +196,8 @@ def has_curves(scenes: Scenes, look: Look) -> bool:
 def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
     """One timeline or several, to be drawn one over the other on one axis of time.
 
-    Short times in seconds become milliseconds or microseconds. With ``difference``, all but the
-    first are compared with that.
+    Times are shown in seconds, milliseconds or microseconds, by the longest. With ``difference``,
+    all but the first are compared with that.
     """
     drawn = [timelines] if isinstance(timelines, Timeline) else timelines
     if not drawn:
@@ -206,16 +206,25 @@ def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
     if others:
         named = " and in ".join(unit or "units of the costs" for unit in [unit, *others])
         raise FpipeError(f"timelines in {named} have no common axis; give them one unit")
-    scale = 1.0
-    if unit == "s":
-        longest = max(timeline.total for timeline in drawn)
-        unit, scale = next((u, scale) for u, scale, least in SECONDS if longest >= least)
+    unit, scale = readable(max(timeline.total for timeline in drawn), unit)
     first, *rest = (_scene(_from_zero(timeline, unit, scale)) for timeline in drawn)
     if difference:
         rest = [_against(first, scene) for scene in rest]
         most = max((abs(bar.shift or 0.0) for scene in rest for bar in scene.bars), default=0.0)
         rest = [_tinted(scene, most) for scene in rest]
     return first, *rest
+
+
+def readable(longest: float, unit: str) -> tuple[str, float]:
+    """The unit in which times are shown, and how many of it are one of theirs.
+
+    >>> readable(7666, "us"), readable(3, "")
+    (('ms', 0.001), ('', 1.0))
+    """
+    for theirs, count, _ in SECONDS:
+        if theirs == unit:
+            return next((u, n / count) for u, n, least in SECONDS if longest >= least * count)
+    return unit, 1.0
 
 
 def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:

@@ -9,7 +9,7 @@ The class of an element names its colour, a key of ``colours.palette``: ``F0`` f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from html import escape
 from itertools import groupby
@@ -138,9 +138,13 @@ def _element(shape: Shape, scene: Scene, sheet: _Sheet, y: float) -> str:
         kind = f"{shape.colour}t m"
         return text(sheet.x(shape.time, scene), foot, shape.text, shape.size, kind, shape.space)
     points = ((sheet.x(time, scene), y + height) for time, height in shape.points)
+    return f'<path class="{shape.colour}" d="{outline(points)}"/>'
+
+
+def outline(points: Iterable[tuple[float, float]]) -> str:
+    """The path of steps, each at its height from its place on."""
     (left, foot), *steps = (next(level) for _, level in groupby(points, key=itemgetter(1)))
-    outline = f"M{left:g} {foot:g}" + "".join(f"H{x:g}V{foot:g}" for x, foot in steps)
-    return f'<path class="{shape.colour}" d="{outline}"/>'
+    return f"M{left:g} {foot:g}" + "".join(f"H{x:g}V{foot:g}" for x, foot in steps)
 
 
 def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[str], float]:

@@ -5,6 +5,7 @@ counted by hand.
 from __future__ import annotations
 
 import re
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,61 @@ def test_memory_over_the_step():
     curve = re.findall(r"\[(.{48})\]", first + second)
     assert len(curve) == 2 and "@" in curve[0]
     assert curve[1][:5] == " " * 5, "rank 1 holds nothing before its first microbatch"
+
+
+def _scaled(factor: float, p: Any, x: torch.Tensor) -> torch.Tensor:
+    return factor * x @ p
+
+
+class _Layers:
+    def first(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ p
+
+
+def test_a_stage_has_the_name_of_the_function_that_is_wrapped():
+    def inner(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ p
+
+    stages = {
+        "_scaled": partial(_scaled, 2.0),
+        "layer": torch.func.vmap(partial(layer), in_dims=(None, 0)),
+        "_Layers.first": _Layers().first,
+        "inner": inner,
+    }
+    pipe = fpipe.pipeline(
+        list(stages.values()), "1F1B", loss=torch.sum, microbatches=1, group=fpipe.local(4)
+    )
+    page = pipe.explain([torch.eye(WIDTH)] * 4, torch.ones(6, WIDTH))
+    assert [line.split()[3] for line in rows(page, "What runs where")] == list(stages)
+
+
+def test_times_have_the_unit_that_suits_them():
+    page, _ = explained(costs=fpipe.Costs(F=900, I=800, W=700, unit="us"))
+    assert "A step takes 7.2 ms" in str(page)
+    assert str(page).count("F us") == 1 and " 900   800   700" in str(page)
+    page, _ = explained(costs=fpipe.Costs(F=9000, I=800, W=700, unit="us"))
+    assert "F ms" in str(page) and " 9     0.8   0.7" in str(page)
+
+
+def test_the_page_shows_the_step_first_and_memory_as_a_picture():
+    page, _ = explained()
+    html = page._repr_html_()
+    order = [html.index(word) for word in ("A step takes", "<svg", "What to change", "What runs")]
+    assert order == sorted(order)
+    memory = html.partition("Memory against time")[2].partition("<h3>")[0]
+    assert memory.count("<path") == 2 and "@" not in memory
+
+
+def test_the_page_follows_its_reader_and_fits_a_phone(tmp_path: Path, browser: Any):
+    page, _ = explained("ZBV", 4, 8)
+    page.save(tmp_path / "page.html")
+    grounds = []
+    for scheme in ("light", "dark"):
+        view = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
+        view.goto((tmp_path / "page.html").as_uri())
+        grounds.append(view.evaluate("getComputedStyle(document.body).backgroundColor"))
+        assert view.evaluate("document.documentElement.scrollWidth") == 390
+    assert grounds == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]
 
 
 class Tags(HTMLParser):
