@@ -172,11 +172,12 @@ def compare(
     chosen = comparison.take(entries, limit)
     if out is not None:
         title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
-        pictures.frontier(list(comparison.points(entries)), out, look, title, limit)
+        take = chosen.name if chosen else ""
+        pictures.frontier(list(comparison.points(entries)), out, look, title, limit, take)
     if as_json:
         rows = [entry._asdict() for entry in entries]
-        take = {"take": chosen and chosen.name, "not for these counts": unsupported}
-        print_json({"schedules": rows} | take)
+        more = {"take": chosen and chosen.name, "not for these counts": unsupported}
+        print_json({"schedules": rows} | more)
         return
     click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS}")
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):

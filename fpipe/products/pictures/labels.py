@@ -9,7 +9,7 @@ from math import floor, log10
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .scene import CAUSES, Bar, Lane, Look, Scene, Scenes, has_curves
+from .scene import ABSENT, CAUSES, SAME, Bar, Lane, Look, Scene, Scenes, has_curves
 
 
 def percent(share: float) -> str:
@@ -107,6 +107,8 @@ def notes(scene: Scene) -> list[str]:
     if scene.idle:
         parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
         lines.insert(1, f"Idle, in shares of the total: {', '.join(parts)}.")
+    if scene.against:
+        lines.insert(1, f"In brackets: the change from {scene.against.name}.")
     return lines
 
 
@@ -200,12 +202,19 @@ def tints(scene: Scene) -> Iterator[Entry]:
     """The colours of a scene that is compared with another one."""
     if not scene.against:
         return
+    used = {colour for bar in scene.bars for colour in bar.colours}
     most = time(scene.most, scene)
     other = scene.against.name
-    ramp = tuple(f"t{k}" for k in range(9))
-    yield ramp, f"ends {most} earlier than in {other}, as there, {most} later"
-    if any(bar.shift is None for bar in scene.bars):
-        yield ("t9",), f"not in {other}"
+    meanings = {
+        f"ends earlier than in {other}, by up to {most}": range(4),
+        f"ends as in {other}": [SAME],
+        f"ends later than in {other}, by up to {most}": range(5, 9),
+        f"not in {other}": [ABSENT],
+    }
+    for meaning, steps in meanings.items():
+        colours = tuple(f"t{step}" for step in steps)
+        if not used.isdisjoint(colours):
+            yield colours, meaning
 
 
 def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:

@@ -142,14 +142,17 @@ def frontier(
     look: Look,
     title: str,
     limit: float,
+    take: str,
 ) -> None:
     """Write bubble against memory as ``.svg``, ``.png``, ``.pdf`` or ``.html``.
 
     A point is a name, a memory, a bubble, and whether no other one has less of one and not more of
-    the other. ``limit`` is what a rank may hold.
+    the other. ``limit`` is what a rank may hold, and ``take`` the name of the point to take.
     """
     paint = _figures("scatter").paint
-    write("picture", path, FORMATS[:4], lambda suffix: paint(points, look, suffix, title, limit))
+    write(
+        "picture", path, FORMATS[:4], lambda suffix: paint(points, look, suffix, title, limit, take)
+    )
 
 
 def _figures(module: str = "plotting") -> ModuleType:

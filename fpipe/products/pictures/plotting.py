@@ -31,7 +31,8 @@ from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
 
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
 PAPER_LETTERS = 7 * 96 / 72  #: in pixels, the smallest that conferences accept
-HEADING, PAPER_HEADING = 70.0, 26.0  #: pixels above a scene
+FOOT, PAPER_HEADING = 70.0, 26.0  #: pixels below and above a scene
+LINE = 13.0  #: of the text above it
 LEFT, RIGHT = 48.0, 10.0  #: pixels beside the lanes
 LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib are
 
@@ -73,18 +74,27 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look) -> Axes:
     if look.width:
         width = max(look.width - LEFT - RIGHT, 60.0)
     pitch = frame(scenes, look, width, lane).pitch
-    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * _above(look)
+    above = _above(scenes, look, width)
+    height = sum(len(scene.lanes) for scene in scenes) * pitch + (len(scenes) - 1) * above
     wide = width + LEFT + RIGHT
-    high = height + 2 * HEADING
+    high = height + FOOT + above
     figure.set_size_inches(wide / 96, high / 96)
     figure.set_facecolor(palette(1, bool(look.dark))["paper"])
-    corner = LEFT / wide, HEADING / high
+    corner = LEFT / wide, FOOT / high
     return figure.add_axes((*corner, width / wide, height / high))
 
 
-def _above(look: Look) -> float:
+def _heading(scene: Scene, width: float) -> list[str]:
+    """The lines above a scene."""
+    texts = [labels.title(scene), *labels.notes(scene), *labels.left_out(scene)]
+    return [line for text in texts for line in wrapped(text, 13, width)]
+
+
+def _above(scenes: Scenes, look: Look, width: float) -> float:
     """Pixels between scenes."""
-    return PAPER_HEADING if look.paper else HEADING
+    if look.paper:
+        return PAPER_HEADING
+    return 30 + LINE * max(len(_heading(scene, width)) for scene in scenes)
 
 
 def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
@@ -96,7 +106,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     window = axes.get_window_extent()
     pixel = axes.figure.dpi / 96
     width, height = window.width / pixel, window.height / pixel
-    above = _above(look)
+    above = _above(scenes, look, width)
     pitch = (height - (len(scenes) - 1) * above) / sum(len(scene.lanes) for scene in scenes)
     curve = CURVE if has_curves(scenes, look) else 0.0
     least = PAPER_LETTERS if look.paper else 6.5
@@ -106,11 +116,10 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     ticks: dict[float, str] = {}
     y = 0.0
     for scene in scenes:
-        heading = [labels.title(scene), labels.figures(scene), *labels.left_out(scene)]
+        lines = _heading(scene, width)
         if look.paper:
-            heading = [scene.name] if len(scenes) > 1 else []
-        lines = "\n".join(line for text in heading for line in wrapped(text, 13, width))
-        axes.text(0, y - 8 / f.pitch, lines, color=colours["ink"], fontsize=font)
+            lines = [scene.name] if len(scenes) > 1 else []
+        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=font)
         for rank in range(len(scene.lanes)):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
         _draw(axes, scene, y, f, colours)

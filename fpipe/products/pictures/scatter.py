@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from math import isfinite
 from typing import TypeAlias
@@ -13,19 +12,25 @@ from typing import TypeAlias
 from matplotlib import RcParams, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.path import Path
 from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox, BboxBase
-from numpy import array
+from numpy import array, clip
 from numpy.typing import ArrayLike
 
 from ...actions import number
 from .colours import THEME, palette
+from .html import page
 from .labels import size_text, wrapped
 from .plotting import figure_bytes
 from .scene import Look
 
 WIDTH, LEAST, SHAPE = 768.0, 330.0, 0.6  # pixels, of the height too, and height per width
-ABOUT = "Lower and further left is better. Each grey one is in neither better than some green one."
+ABOUT = (
+    "Lower left is better: for each grey schedule a green one has no more bubble and "
+    "no more memory."
+)
+TAKE = "The ring marks the one to take: {}."
 #: settings of matplotlib; names of the theme stand for their colours
 SETTINGS = """\
 text.color ink
@@ -47,19 +52,16 @@ lines.markersize 5
 """
 #: where a name may be, as seen from its point: 1 or -1 to the right, and upwards
 WAYS = ((1, 0), (1, 1), (1, -1), (0, 1), (0, -1), (-1, 1), (-1, -1), (-1, 0))
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark"><title>{}</title>
-<style>body{{margin:0}}svg{{display:block;width:100%;max-width:1100px;min-width:600px;height:auto;
-margin:auto}}</style>
-{}</html>
-"""
 #: name, memory, bubble, and whether no other has less of one and not more of the other
 Point: TypeAlias = tuple[str, float, float, bool]
 
 
-def paint(points: Sequence[Point], look: Look, suffix: str, title: str, limit: float) -> bytes:
-    """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold."""
+def paint(
+    points: Sequence[Point], look: Look, suffix: str, title: str, limit: float, take: str = ""
+) -> bytes:
+    """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold, and ``take``
+    the name of the point to take.
+    """
     width = look.width or WIDTH
     colours = palette(1, bool(look.dark))
     rows = map(str.split, SETTINGS.splitlines())
@@ -67,15 +69,18 @@ def paint(points: Sequence[Point], look: Look, suffix: str, title: str, limit: f
     settings["font.size"] = "7" if look.paper or width < 500 else "9"
     with rc_context(RcParams(settings)):
         figure = Figure((width / 96, max(width * SHAPE, LEAST) / 96), layout="constrained")
-        lines = (_wrapped(line, width - 80) for line in [*title.splitlines(), ABOUT])
+        said = [*title.splitlines(), ABOUT, *([TAKE.format(take)] if take else [])]
+        lines = (_wrapped(line, width - 80) for line in said)
         heading = "" if look.paper else "\n".join(lines)
-        _draw(figure, points, heading, limit, colours)
+        _draw(figure, points, heading, limit, take, colours)
         drawn = figure_bytes(figure, ".svg" if suffix == ".html" else suffix, None)
     if look.dark is None and b"<svg" in drawn:
         drawn = drawn.replace(b"<defs>", f"<style>{_dark()}</style><defs>".encode(), 1)
     if suffix != ".html":
         return drawn
-    return PAGE.format(escape(title), drawn[drawn.index(b"<svg") :].decode()).encode()
+    picture = drawn[drawn.index(b"<svg") :].decode()
+    picture = picture.replace("<svg", '<svg style="width:100%;min-width:600px;height:auto"', 1)
+    return page(title, f'<div style="overflow-x:auto">{picture}</div>', look.dark).encode()
 
 
 def _draw(
@@ -83,6 +88,7 @@ def _draw(
     points: Sequence[Point],
     title: str,
     limit: float,
+    take: str,
     colours: Mapping[str, str],
 ) -> None:
     width = 96 * figure.get_figwidth()
@@ -106,7 +112,10 @@ def _draw(
     axes.yaxis.set_major_formatter(PercentFormatter(1, int(top < 0.05)))
     corners = [(right, 0.0)]
     for other, left, y in sorted(names):
-        axes.plot(-left, y, "o", color=colours["faint" if other else "curve"])
+        colour = colours["faint" if other else "curve"]
+        axes.plot(-left, y, "o", color=colour)
+        if take in names[other, left, y]:
+            axes.plot(-left, y, "o", color=colours["mark"], fillstyle="none", markersize=12)
         if not other:
             corners += [(corners[-1][0], y), (-left, y)]
     corners = [*corners[1:], (corners[-1][0], top)]
@@ -114,7 +123,10 @@ def _draw(
     figure.draw_without_rendering()  # places in pixels follow from the layout
     pixels = axes.transData
     taken = [_box(pixels.transform(ends), 2) for ends in pairwise(corners)]
-    taken += [_box(pixels.transform([(-left, y)]), 5) for _, left, y in names]
+    taken += [
+        _box(pixels.transform([(-left, y)]), 9 if take in group else 5)
+        for (_, left, y), group in names.items()
+    ]
     if isfinite(limit):
         line = [(limit / scale, 0.0), (limit / scale, top)]
         axes.plot(*zip(*line, strict=True), "--", color=colours["mark"])
@@ -134,17 +146,19 @@ def _write(
     """Write names beside their points, where nothing is taken yet."""
     pixels = axes.transData
     boxes = list(taken)
+    leaders: list[Path] = []
     ground = {"facecolor": colours["paper"], "linewidth": 0, "pad": 0.5}
     for (other, left, y), group in sorted(names.items()):
         colour = colours["faint" if other else "ink"]
         label = _wrapped(", ".join(group), space)
         text = axes.text(-left, y, label, ha="center", va="center", color=colour)
-        spot = _box(pixels.transform([(-left, y)]), 0.1)
-        box = _beside(spot, text.get_window_extent(), axes.bbox, boxes)
-        boxes.append(Bbox.union([box, spot]))
-        middle = pixels.inverted().transform(box.get_points().mean(0))
-        text.set(position=middle, bbox=ground)
-        axes.plot((-left, middle[0]), (y, middle[1]), color=colours["faint"], lw=0.5, zorder=1)
+        size = text.get_window_extent()
+        box, leader = _beside(pixels.transform((-left, y)), size, axes.bbox, boxes, leaders)
+        boxes.append(box)
+        leaders.append(leader)
+        text.set(position=pixels.inverted().transform(box.get_points().mean(0)), bbox=ground)
+        ends = pixels.inverted().transform(leader.vertices).T
+        axes.plot(*ends, color=colours["faint"], lw=0.5, zorder=1)
 
 
 def _box(points: ArrayLike, pad: float) -> BboxBase:
@@ -154,23 +168,31 @@ def _box(points: ArrayLike, pad: float) -> BboxBase:
 
 
 def _beside(
-    spot: BboxBase, size: BboxBase, inside: BboxBase, taken: Sequence[BboxBase]
-) -> BboxBase:
-    """The nearest box for a text of this size around a spot that is over nothing that is taken and
-    with nothing between, or over least of it.
+    spot: ArrayLike,
+    size: BboxBase,
+    inside: BboxBase,
+    taken: Sequence[BboxBase],
+    leaders: Sequence[Path],
+) -> tuple[BboxBase, Path]:
+    """The nearest box for a text of this size around a spot, and the line from the spot to it, that
+    are over nothing that is taken and over no leader, or over least of them.
     """
     boxes = [
         size.translated(right * (step + size.width / 2), up * (step + size.height / 2))
         for step in range(7, 160, 8)
         for right, up in WAYS
     ]
+    places = [(box, Path([spot, clip(spot, box.min, box.max)])) for box in boxes]
 
-    def over(box: BboxBase) -> int:
+    def over(place: tuple[BboxBase, Path]) -> int:
+        box, line = place
+        crossed = sum(line.intersects_bbox(one, False) for one in taken)
+        for leader in leaders:
+            crossed += leader.intersects_bbox(box, False) or leader.intersects_path(line, False)
         is_inside = inside.count_contains(box.get_points()) == 2
-        between = Bbox.union([box, spot]).count_overlaps(taken)
-        return 3 * box.count_overlaps(taken) + between + 99 * (not is_inside)
+        return 3 * box.count_overlaps(taken) + 2 * crossed + 99 * (not is_inside)
 
-    return min(boxes, key=over)
+    return min(places, key=over)
 
 
 def _wrapped(text: str, space: float) -> str:

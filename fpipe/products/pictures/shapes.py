@@ -23,8 +23,12 @@ from .scene import CAUSES, Lane, Look, Points, Scene, Scenes, has_curves
 
 GAP = 4.0  # between lanes
 CURVE = 0.45  # the height of a memory curve, in lanes
-CELL, NARROWEST, WIDEST = 26, 560, 2200  # of a short bar, if space allows; of all bars together
-TIGHT, WIDER = 15, 2600  # the same for long schedules
+# widths of a short bar, up to which width of all bars together: where names are whole, where they
+# are short, and where bars are stripes; a page has a column of about 700
+CELL, COLUMN = 26, 640
+TIGHT, WIDER = 15, 800
+FINE, WIDEST = 4, 2200
+NARROWEST = 560
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
 LEAST = 6.0  # the least width of a piece
@@ -126,7 +130,7 @@ def frame(
 def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
     cells = max(scene.length for scene in scenes) / min(scene.cell for scene in scenes)
-    wide = max(min(cells * CELL, WIDEST), NARROWEST)
+    wide = max(min(cells * CELL, COLUMN), min(cells * FINE, WIDEST), NARROWEST)
     if cells * TIGHT <= WIDER:
         wide = max(wide, cells * TIGHT)
     ranks = max(len(scene.lanes) for scene in scenes)
@@ -183,7 +187,8 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         top = y
         for part, colour in zip(bar.action.parts, bar.colours, strict=True):
             yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
-            label = name(part, f.detail)
+            # where colours are shifts, letters tell the kinds of work apart
+            label = name(part, max(f.detail, 2 if scene.against else 0))
             room = f.letters * text_width(label, size) <= wide - 2
             if size >= f.least and room and wide >= f.named:
                 middle = (bar.start + bar.end) / 2

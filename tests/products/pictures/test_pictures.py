@@ -458,14 +458,19 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     timeline("ZBV").save(tmp_path / "a.svg", against=timeline("1F1B"))
     text = (tmp_path / "a.svg").read_text()
     assert "ZBVZeroBubble against 1F1B" in text
-    (most,) = re.findall(r"ends ([\d.]+) earlier than in 1F1B, as there, \1 later", text)
+    (most, _) = re.findall(r">ends (?:earlier|later) than in 1F1B, by up to ([\d.]+)<", text)
+    assert ">ends as in 1F1B<" in text and ">In brackets: the change from 1F1B.<" in text
     shifts = re.findall(r"\d+[FIWB]\d: [\d.]+ to [^<]*; ([\d.]+) (?:earlier|later) than", text)
     assert max(map(float, shifts)) == float(most)
     assert "not in 1F1B" not in text
+    timeline("1F1B", costs="comm=0.5").save(tmp_path / "b.svg", against=timeline("1F1B"))
+    slower = (tmp_path / "b.svg").read_text()
+    assert "ends later than" in slower and "ends earlier than" not in slower
+    assert ">B7<" in slower, "colours are shifts, so letters say what the bars are"
     colored = pictures.draw(
         [timeline("1F1B"), timeline("ZBV")], width=120, color=True, difference=True
     )
-    assert "earlier than in 1F1B, as there" in colored
+    assert "ends earlier than in 1F1B, by up to" in colored
 
 
 def test_stages_are_compared_by_their_layers_where_counts_differ():
@@ -636,6 +641,15 @@ def test_a_picture_fits_the_width_that_is_asked_for(width: int, ranks: int, micr
         assert left >= -1 and left + wide <= width + 1, shape.text
 
 
+@pytest.mark.parametrize(("name", "widest"), [("1F1B", 900), ("ZBV", 1400)])
+def test_a_long_schedule_can_be_read_in_a_column(name: str, widest: int):
+    """16 ranks and 64 microbatches were 2,400 pixels wide: in a column of 700 a letter had 3."""
+    look = Look()
+    text = svg.paint(shortened(scenes(timeline(name, 16, 64)), look), look)
+    assert float(ElementTree.fromstring(text).attrib["width"]) <= widest
+    assert (">63<" in text) is (name == "1F1B")
+
+
 # ---- figures of matplotlib ----
 def bars_of(axes: Axes) -> list[tuple[float, float, float, float]]:
     """(start, end, top, foot) of the rectangles in a figure."""
@@ -673,6 +687,22 @@ def test_a_plot_shows_memory_where_it_is_asked_for():
     assert sum(len(line.get_xdata()) > 0 for line in axes.lines) == 4
     plain = t.plot(Figure().subplots(), memory=False)
     assert not any(len(line.get_xdata()) for line in plain.lines)
+
+
+def test_a_plot_says_costs_and_idle_time_as_the_svg_does():
+    look = Look(width=500)
+    drawn = scenes([timeline("1F1B"), timeline("ZBV", 4, 8, "comm=0.1")], difference=True)
+    figure = Figure()
+    axes = plotting.plot(drawn, look, plotting.new_axes(figure, drawn, look))
+    figure.draw_without_rendering()
+    headings = {text.get_text().replace("\n", " "): text for text in axes.texts}
+    assert list(headings) == [
+        " ".join([labels.title(scene), *labels.notes(scene)]) for scene in drawn
+    ]
+    top, second = (text.get_window_extent() for text in headings.values())
+    _, feet = axes.transData.transform([(0, 0), (0, len(drawn[0].lanes))])
+    assert second.y1 < feet[1], "the heading of the second is below the lanes of the first"
+    assert top.y1 < figure.bbox.y1
 
 
 def test_a_plot_is_drawn_into_the_axes_of_its_caller():

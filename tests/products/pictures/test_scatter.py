@@ -50,6 +50,23 @@ def test_names_are_over_no_other_name_no_point_and_no_line(
     ends = list(pairwise(stairs))
     steps = [(a + k / 50 * (b - a)) for a, b in ends for k in range(51)]
     assert not [box for box, place in product(boxes, steps) if box.contains(*place)]
+    leaders = [line for line in axes.lines if line.get_linewidth() == 0.5]
+    assert len(leaders) >= len(boxes) - 1
+    for line in leaders:
+        path = axes.transData.transform_path(line.get_path())
+        assert not [box for box in boxes if path.intersects_bbox(box.padded(-1), filled=False)]
+
+
+def test_a_ring_marks_the_schedule_to_take(figure: list[Figure]):
+    scatter.paint(POINTS, Look(), ".png", TITLE, 6.0, "VHalf")
+    (axes,) = figure[0].axes
+    (ring,) = (line for line in axes.lines if line.get_fillstyle() == "none")
+    place = next((memory, bubble) for name, memory, bubble, _ in POINTS if name == "VHalf")
+    assert tuple(ring.get_xydata()[0]) == pytest.approx(place)
+    assert "The ring marks the one to take: VHalf." in axes.get_title("left")
+    scatter.paint(POINTS, Look(), ".png", TITLE, 1.0)
+    (axes,) = figure[1].axes
+    assert "ring" not in axes.get_title("left")
 
 
 def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure]):
@@ -57,7 +74,7 @@ def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure
     (axes,) = figure[0].axes
     assert axes.get_xlabel().endswith("in microbatches of its share of the model")
     assert axes.yaxis.get_major_formatter()(0.15) == "15%"
-    assert axes.get_title("left") == f"{TITLE}\n{scatter.ABOUT}"
+    assert axes.get_title("left").replace("\n", " ") == f"{TITLE} {scatter.ABOUT}"
     heavy = [(name, memory * 3e9, bubble, best) for name, memory, bubble, best in POINTS]
     scatter.paint(heavy, Look(paper=True), ".svg", TITLE, 30e9)
     (axes,) = figure[1].axes
@@ -68,7 +85,7 @@ def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure
 
 def test_it_follows_its_reader_or_is_dark(tmp_path: Path):
     light, dark = (colours.THEME["ink"], colours.THEME["paper"])
-    write = lambda name, look: pictures.frontier(POINTS, tmp_path / name, look, TITLE, inf)
+    write = lambda name, look: pictures.frontier(POINTS, tmp_path / name, look, TITLE, inf, "")
     write("both.svg", Look())
     text = (tmp_path / "both.svg").read_text()
     assert f'[style*="fill: {light[0]}"]{{fill:{light[1]}!important}}' in text
