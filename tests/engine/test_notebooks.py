@@ -79,4 +79,6 @@ def test_a_profile_shows_its_last_step():
         assert f"step {number}: measured" in shown
         assert "<svg" in shown
     assert len(texts(shown)) > 10
+    assert "<details" not in shown and "rank    posting" in shown
+    assert "activations of a stage" in " ".join(texts(shown))
     assert fpipe.profile()._repr_html_().startswith("<details>")

@@ -50,6 +50,13 @@ def test_front_page(golden: Golden, tmp_path: Path, name: str, width: int):
     golden(ROOT / "docs" / "pictures" / f"{name}.svg", made.read_text(encoding="utf-8"))
 
 
+def test_picture_of_a_notebook(golden: Golden):
+    """What docs/howto/notebooks.md shows of a cell."""
+    shown = fpipe.make_schedule("ZBV", 4, 8)._repr_html_()
+    drawn = shown[shown.index("<svg") : shown.index("</svg>") + 6]
+    golden(ROOT / "docs" / "pictures" / "notebook.svg", f"{drawn}\n")
+
+
 @pytest.mark.parametrize(
     "words",
     [("names",), ("compare", "--ranks", "4", "--microbatches", "8")],

@@ -12,6 +12,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
+from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +84,13 @@ class Profile:
 
     # ---- shown ----
     def _repr_html_(self) -> str:
-        """What a notebook shows: the last step over its simulation, and the figures, folded."""
+        """What a notebook shows: the last step below its simulation, and the figures."""
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet", "call it as the step itself")
-        head = f"<p>step {len(self.runs)}: {self._headline}</p>"
-        return head + pictures.figure(self._both) + pictures.folded("figures", str(self))
+        head, _, figures = str(self).partition("\n")
+        picture = pictures.figure(self._both)
+        return f"<p>step {len(self.runs)}: {head}</p>{picture}<pre>{escape(figures)}</pre>"
 
     @property
     def _headline(self) -> str:

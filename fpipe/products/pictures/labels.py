@@ -143,8 +143,9 @@ def units(scene: Scene) -> str:
         text += " Memory in bytes."
     elif scene.peak > 0:
         whole = _range([count * step for step in growth]) == "1"  # all stages of a rank together
-        unit = "microbatches" if whole else "units of the costs"
-        text += f" Memory in {unit}: F adds {_range(growth)}."
+        added = _range(growth)
+        unit = "activations of a stage" if added == "1" else "units of the costs"
+        text += f" Memory in {'microbatches' if whole else unit}: F adds {added}."
     return text
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: the suffixes of pictures
 FORMATS = (".svg", ".png", ".pdf", ".html", ".json", ".txt")
 STYLES = ("paper", "light", "dark")  #: of figures
-CELL = 1000.0  #: pixels of a cell of a notebook, about
+CELL = 860.0  #: pixels of a narrow cell of a notebook
 MOST_LINES = 400  #: of text that folds
 
 
