@@ -334,7 +334,7 @@ class Schedule:
         try:
             return product("pictures").figure(self.simulate(per="rank"))
         except ScheduleError as error:
-            return product("pictures").folded(repr(self), f"{error}\n\n{self}")
+            return product("pictures").folded(f"{self!r}\n{error}\n\n{self}")
 
     @cached_property
     def _inspection(self) -> Inspection:

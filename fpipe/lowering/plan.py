@@ -114,7 +114,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return product("pictures").titled(str(self))
+        return product("pictures").folded(str(self))
 
     def __str__(self) -> str:
         head = (

@@ -65,7 +65,7 @@ def test_a_pipeline_and_its_plans_are_shown():
 
 
 def test_long_text_is_cut():
-    lines = texts(output.folded("many", "\n".join(map(str, range(1000)))))[-1].splitlines()
+    lines = texts(output.folded("\n".join(["many", *map(str, range(1000))])))[-1].splitlines()
     assert len(lines) == output.MOST_LINES + 1
     assert lines[-1] == "... and 600 more lines"
 

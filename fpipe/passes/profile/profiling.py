@@ -87,7 +87,7 @@ class Profile:
         """What a notebook shows: the last step below its simulation, and the figures."""
         pictures = product("pictures")
         if not self.runs:
-            return pictures.folded("a profile of no step yet", "call it as the step itself")
+            return pictures.folded("a profile of no step yet\ncall it as the step itself")
         head, _, figures = str(self).partition("\n")
         picture = pictures.figure(self._both)
         return f"<p>step {len(self.runs)}: {head}</p>{picture}<pre>{escape(figures)}</pre>"

@@ -234,28 +234,27 @@ class Explanation:
             for e in facts.edges
         ]
         held = "activations over the step"
-        curve = Cell(f"{held}; @ is the most of all", held)
-        times = facts.costs.times(facts.schedule.stages)
-        unit, scale = readable(max(max(times[op]) for op in "FIW"), facts.costs.unit)
-        heads = [f"{op} {unit}".rstrip() for op in "FIW"]
-        memory = "rank", curve, "most", "peak of plan"
-        where = "rank", "device", "stage", "engine", "parameters", *heads
+        memory = "rank", Cell(f"{held}; @ is the most of all", held), "most", "peak of plan"
         return {
-            "What runs where": (where, list(self._where(times, scale))),
+            "What runs where": self._where,
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
             "Idle": (("rank", "of the step", "waits"), list(self._idle())),
         }
 
-    def _where(
-        self, costs: Mapping[str, Sequence[float]], scale: float
-    ) -> Iterator[Sequence[object]]:
+    @property
+    def _where(self) -> Table:
+        costs = self.facts.costs.times(self.facts.schedule.stages)
+        unit, scale = readable(max(max(costs[op]) for op in "FIW"), self.facts.costs.unit)
+        rows = []
         for rank, stages in sorted(self.facts.stages.items()):
             for one in stages:
                 times = [number(scale * costs[op][one.stage]) for op in "FIW"]
                 held = f"{one.parameters:,} ({size_text(one.nbytes)})"
                 name = f"{one.stage} {one.name.rpartition('<locals>.')[2]}"
-                yield (rank, self.facts.devices[rank], name, one.engine, held, *times)
+                rows.append((rank, self.facts.devices[rank], name, one.engine, held, *times))
+        heads = [f"{op} {unit}".rstrip() for op in "FIW"]
+        return ("rank", "device", "stage", "engine", "parameters", *heads), rows
 
     def _memory(self) -> Iterator[Sequence[object]]:
         t = self.timeline
@@ -265,8 +264,8 @@ class Explanation:
             first = max(curve, key=lambda point: point[1], default=(t.start, 0.0))
             when = percent((first[0] - t.start) / (t.total or 1.0))
             held = f"{size_text(t.peak_bytes[rank])} at {when}"
-            drawn = drawn_curve(curve, t.start, t.start + t.total, most)
-            yield rank, Cell(_line(curve, t, most), drawn), held, size_text(peak)
+            drawn = Cell(_line(curve, t, most), drawn_curve(t, rank, most))
+            yield rank, drawn, held, size_text(peak)
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):

@@ -14,7 +14,6 @@ from .output import (
     plot,
     save,
     table,
-    titled,
     write,
 )
 from .scene import Look
@@ -29,6 +28,5 @@ __all__ = [
     "plot",
     "save",
     "table",
-    "titled",
     "write",
 ]

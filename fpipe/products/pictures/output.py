@@ -15,12 +15,12 @@ from shutil import get_terminal_size
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...actions import write_bytes
+from ...actions import Timeline, write_bytes
 from ...errors import FpipeError
 from . import html, svg, terminal, trace
 from .colours import THEME
 from .fold import shortened
-from .scene import Look, Points, Timelines, scenes
+from .scene import Look, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,18 +197,16 @@ class Cell(NamedTuple):
         return self.text
 
 
-def curve(points: Points, start: float, end: float, most: float) -> str:
-    """What a rank holds over a time, as a small picture whose full height is ``most``."""
-    width, height = 240, 24
-    places = [
-        (width * (time - start) / (end - start or 1.0), height * (1 - held / (most or 1.0)))
-        for time, held in points
+def curve(timeline: Timeline, rank: int, most: float) -> str:
+    """What a rank holds, as a small picture whose full height is ``most``."""
+    across, up = 240 / (timeline.total or 1.0), 24 / (most or 1.0)
+    points = [
+        (across * (time - timeline.start), 24 - up * held) for time, held in timeline.curve(rank)
     ]
-    path = svg.outline([(0, height), *places, (width, height)])
-    colour = THEME["curve"][0]
+    path = svg.outline([(0, 24), *points, (240, 24)])
     return (
-        f'<svg width="{width}" height="{height}" role="img"><title>memory over the step</title>'
-        f'<path fill="{colour}" d="{path}"/></svg>'
+        '<svg width="240" height="24" role="img"><title>memory over the step</title>'
+        f'<path fill="{THEME["curve"][0]}" d="{path}"/></svg>'
     )
 
 
@@ -227,15 +225,9 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return f"<table>{''.join(f'<tr>{text}</tr>' for text in lines)}</table>"
 
 
-def titled(text: str) -> str:
-    """Text that folds below its first line."""
-    head, _, rest = text.partition("\n")
-    return folded(head, rest)
-
-
-def folded(summary: str, text: str) -> str:
-    """Text in fixed width below a line that opens it; of a long one the beginning."""
-    lines = text.splitlines()
+def folded(text: str) -> str:
+    """Text in fixed width below its first line, which opens it; of a long one the beginning."""
+    summary, *lines = text.splitlines()
     more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
     return f"<details><summary>{escape(summary)}</summary><pre>{shown}</pre></details>"

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.path import Path
 from matplotlib.ticker import PercentFormatter
-from matplotlib.transforms import Bbox, BboxBase
+from matplotlib.transforms import Bbox
 from numpy import array, clip
 from numpy.typing import ArrayLike
 
@@ -139,56 +139,46 @@ def _draw(
 def _write(
     axes: Axes,
     names: Mapping[tuple[bool, float, float], Sequence[str]],
-    taken: Sequence[BboxBase],
+    taken: Sequence[Bbox],
     colours: Mapping[str, str],
     space: float,
 ) -> None:
     """Write names beside their points, where nothing is taken yet."""
     pixels = axes.transData
     boxes = list(taken)
-    leaders: list[Path] = []
     ground = {"facecolor": colours["paper"], "linewidth": 0, "pad": 0.5}
     for (other, left, y), group in sorted(names.items()):
         colour = colours["faint" if other else "ink"]
         label = _wrapped(", ".join(group), space)
         text = axes.text(-left, y, label, ha="center", va="center", color=colour)
         size = text.get_window_extent()
-        box, leader = _beside(pixels.transform((-left, y)), size, axes.bbox, boxes, leaders)
-        boxes.append(box)
-        leaders.append(leader)
+        box, leader = _beside(pixels.transform((-left, y)), size, axes.bbox, boxes)
+        boxes += [box, leader.get_extents()]
         text.set(position=pixels.inverted().transform(box.get_points().mean(0)), bbox=ground)
         ends = pixels.inverted().transform(leader.vertices).T
         axes.plot(*ends, color=colours["faint"], lw=0.5, zorder=1)
 
 
-def _box(points: ArrayLike, pad: float) -> BboxBase:
+def _box(points: ArrayLike, pad: float) -> Bbox:
     """What is around points."""
     places = array(points)
     return Bbox([places.min(0), places.max(0)]).padded(pad)
 
 
-def _beside(
-    spot: ArrayLike,
-    size: BboxBase,
-    inside: BboxBase,
-    taken: Sequence[BboxBase],
-    leaders: Sequence[Path],
-) -> tuple[BboxBase, Path]:
+def _beside(spot: ArrayLike, size: Bbox, inside: Bbox, taken: Sequence[Bbox]) -> tuple[Bbox, Path]:
     """The nearest box for a text of this size around a spot, and the line from the spot to it, that
-    are over nothing that is taken and over no leader, or over least of them.
+    are over nothing that is taken, or over least of it.
     """
     boxes = [
         size.translated(right * (step + size.width / 2), up * (step + size.height / 2))
         for step in range(7, 160, 8)
         for right, up in WAYS
     ]
-    places = [(box, Path([spot, clip(spot, box.min, box.max)])) for box in boxes]
+    places = [(box, Path(array([spot, clip(spot, box.min, box.max)]))) for box in boxes]
 
-    def over(place: tuple[BboxBase, Path]) -> int:
+    def over(place: tuple[Bbox, Path]) -> int:
         box, line = place
         crossed = sum(line.intersects_bbox(one, False) for one in taken)
-        for leader in leaders:
-            crossed += leader.intersects_bbox(box, False) or leader.intersects_path(line, False)
         is_inside = inside.count_contains(box.get_points()) == 2
         return 3 * box.count_overlaps(taken) + 2 * crossed + 99 * (not is_inside)
 
