@@ -170,14 +170,13 @@ def compare(
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
     priced = f"{price!r} of {whose}"
     chosen = comparison.take(entries, limit)
+    take = chosen and chosen.name
     if out is not None:
         title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
-        take = chosen.name if chosen else ""
-        pictures.frontier(list(comparison.points(entries)), out, look, title, limit, take)
+        pictures.frontier(list(comparison.points(entries)), out, look, title, limit, take or "")
     if as_json:
         rows = [entry._asdict() for entry in entries]
-        more = {"take": chosen and chosen.name, "not for these counts": unsupported}
-        print_json({"schedules": rows} | more)
+        print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
         return
     click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS}")
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):

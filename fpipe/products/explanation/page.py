@@ -180,12 +180,13 @@ class Explanation:
         Raises:
             FpipeError: the suffix is another one, or the file cannot be written.
         """
-        title = self.facts.title
         pictures.write(
             "explanation",
             path,
             (".html", ".txt"),
-            lambda suffix: str(self) if suffix == ".txt" else page(title, self._repr_html_()),
+            lambda suffix: (
+                str(self) if suffix == ".txt" else page("fpipe explain", self._repr_html_())
+            ),
         )
 
     def __str__(self) -> str:
@@ -199,13 +200,12 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """What a notebook shows, and the page: the step and what to change first, then why."""
-        said = "".join(f"<p>{escape(line)}</p>" for line in self._advice)
         body = [
             f"<h2>{escape(self.facts.title)}</h2><p>{escape(self._about)}</p>",
-            f"{pictures.figure(self.timeline)}<h3>What to change first</h3>{said}",
+            f"{pictures.figure(self.timeline)}<h3>What to change first</h3>",
+            *(f"<p>{escape(line)}</p>" for line in self._advice),
+            *(f"<h3>{title}</h3>{pictures.table(*table)}" for title, table in self._tables.items()),
         ]
-        for title, (head, rows) in self._tables.items():
-            body.append(f"<h3>{escape(title)}</h3>{pictures.table(head, rows)}")
         return "".join(body)
 
     # ---- its parts ----

@@ -34,7 +34,7 @@ color-scheme:var(--scheme);font:15px/1.5 system-ui,sans-serif}}
 body>*{{max-width:1100px;margin:1rem auto}}
 table{{display:block;overflow-x:auto;border-collapse:collapse}}
 td,th{{padding:.15rem 1rem .15rem 0;text-align:left;vertical-align:top;white-space:nowrap;
-font-variant-numeric:tabular-nums}}td:last-child{{white-space:normal}}
+font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}td:last-child{{white-space:normal}}
 @media(max-width:600px){{table{{font-size:13px}}td,th{{padding-right:.6rem}}}}
 th{{font-weight:500;color:var(--faint)}}</style>
 <body>{}</body></html>

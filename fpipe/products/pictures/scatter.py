@@ -123,10 +123,7 @@ def _draw(
     figure.draw_without_rendering()  # places in pixels follow from the layout
     pixels = axes.transData
     taken = [_box(pixels.transform(ends), 2) for ends in pairwise(corners)]
-    taken += [
-        _box(pixels.transform([(-left, y)]), 9 if take in group else 5)
-        for (_, left, y), group in names.items()
-    ]
+    taken += [_box(pixels.transform([(-left, y)]), 8) for _, left, y in names]
     if isfinite(limit):
         line = [(limit / scale, 0.0), (limit / scale, top)]
         axes.plot(*zip(*line, strict=True), "--", color=colours["mark"])
@@ -171,7 +168,7 @@ def _beside(spot: ArrayLike, size: Bbox, inside: Bbox, taken: Sequence[Bbox]) ->
     """
     boxes = [
         size.translated(right * (step + size.width / 2), up * (step + size.height / 2))
-        for step in range(7, 160, 8)
+        for step in range(9, 160, 8)
         for right, up in WAYS
     ]
     places = [(box, Path(array([spot, clip(spot, box.min, box.max)]))) for box in boxes]
