@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import torch
@@ -167,10 +166,7 @@ class Stage:
     @property
     def label(self) -> str:
         """A name for messages."""
-        fn = self.fn
-        while isinstance(fn := inspect.unwrap(fn), partial):
-            fn = fn.func
-        return self.name or getattr(fn, "__qualname__", type(fn).__name__)
+        return self.name or getattr(self.fn, "__qualname__", type(self.fn).__name__)
 
     @property
     def sides(self) -> tuple[str, ...]:

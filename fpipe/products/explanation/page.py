@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
+from inspect import unwrap
 from itertools import chain, pairwise
 from math import inf
 from os import PathLike
 from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
-from ... import Costs, Schedule, Timeline
+from ... import Costs, Schedule, Stage, Timeline
 from ...actions import counted, number
 from ...errors import FpipeError
 from ...tree import Tree, is_tensor, leaves
@@ -115,8 +116,17 @@ def _stages_of(pipe: Any, rank: int, params: Sequence[Tree]) -> list[StageFacts]
         tensors = [leaf for leaf in leaves(params[stage]) if is_tensor(leaf)]
         count = sum(leaf.numel() for leaf in tensors)
         nbytes = sum(leaf.nbytes for leaf in tensors)
-        rows.append(StageFacts(stage, function.label, str(function.engine or ""), count, nbytes))
+        name = _name(function)
+        rows.append(StageFacts(stage, name, str(function.engine or ""), count, nbytes))
     return rows
+
+
+def _name(stage: Stage) -> str:
+    """The name of a stage, or that of the function that its function wraps."""
+    fn = stage.fn
+    while isinstance(fn := unwrap(fn), partial):
+        fn = fn.func
+    return replace(stage, fn=fn).label.rpartition("<locals>.")[2]
 
 
 def _edges(plan: Any) -> list[Edge]:
@@ -251,7 +261,7 @@ class Explanation:
             for one in stages:
                 times = [number(scale * costs[op][one.stage]) for op in "FIW"]
                 held = f"{one.parameters:,} ({size_text(one.nbytes)})"
-                name = f"{one.stage} {one.name.rpartition('<locals>.')[2]}"
+                name = f"{one.stage} {one.name}"
                 rows.append((rank, self.facts.devices[rank], name, one.engine, held, *times))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
         return ("rank", "device", "stage", "engine", "parameters", *heads), rows
