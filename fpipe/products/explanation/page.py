@@ -17,7 +17,7 @@ from os import PathLike
 from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
-from ... import Costs, Schedule, Stage, Timeline
+from ... import Costs, Pipeline, Schedule, Stage, Timeline
 from ...actions import counted, number
 from ...errors import FpipeError
 from ...tree import Tree, is_tensor, leaves
@@ -64,7 +64,7 @@ class Facts:
     peaks: Mapping[int, int]  # of the plans, in bytes
 
 
-def collect(pipe: Any, params: Sequence[Tree], plans: Any, costs: Costs | None) -> Facts:
+def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | None) -> Facts:
     """The facts of a call with these plans. Every process of the pipeline must call it."""
     every = pipe.gather(
         {
@@ -108,7 +108,7 @@ def _costs(
     return replace(given, saved=by_stage["saved"], kept=by_stage["kept"])
 
 
-def _stages_of(pipe: Any, rank: int, params: Sequence[Tree]) -> list[StageFacts]:
+def _stages_of(pipe: Pipeline, rank: int, params: Sequence[Tree]) -> list[StageFacts]:
     """The stages of a rank."""
     rows = []
     for stage in pipe.placement.stages_of(rank):
@@ -151,7 +151,7 @@ Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
 
 def explain(
-    pipe: Any,
+    pipe: Pipeline,
     params: Sequence[Tree],
     x: Tree,
     targets: Sequence[Tree],
@@ -264,7 +264,8 @@ class Explanation:
                 name = f"{one.stage} {one.name}"
                 rows.append((rank, self.facts.devices[rank], name, one.engine, held, *times))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
-        return ("rank", "device", "stage", "engine", "parameters", *heads), rows
+        head = "rank", "device", "stage", "engine", "parameters", *heads
+        return head, rows
 
     def _memory(self) -> Iterator[Sequence[object]]:
         t = self.timeline
@@ -291,7 +292,8 @@ def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str
     levels = [*pairwise([*curve, (inf, 0.0)])]
     marks = ""
     for part in range(COLUMNS):
-        begin, end = (t.start + t.total * (part + k) / COLUMNS for k in (0, 1))
+        begin = t.start + t.total * part / COLUMNS
+        end = t.start + t.total * (part + 1) / COLUMNS
         during = (held for (time, held), (after, _) in levels if time < end and after > begin)
         high = max(during, default=0.0)
         marks += _LEVELS[round((len(_LEVELS) - 1) * high / most)] if most else " "

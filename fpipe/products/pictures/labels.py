@@ -207,9 +207,9 @@ def tints(scene: Scene) -> Iterator[Entry]:
     most = time(scene.most, scene)
     other = scene.against.name
     meanings = {
-        f"ends earlier than in {other}, by up to {most}": range(4),
+        f"ends earlier than in {other}, by up to {most}": range(SAME),
         f"ends as in {other}": [SAME],
-        f"ends later than in {other}, by up to {most}": range(5, 9),
+        f"ends later than in {other}, by up to {most}": range(SAME + 1, ABSENT),
         f"not in {other}": [ABSENT],
     }
     for meaning, steps in meanings.items():

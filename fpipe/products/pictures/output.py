@@ -199,7 +199,8 @@ class Cell(NamedTuple):
 
 def curve(timeline: Timeline, rank: int, most: float) -> str:
     """What a rank holds, as a small picture whose full height is ``most``."""
-    across, up = 240 / (timeline.total or 1.0), 24 / (most or 1.0)
+    across = 240 / (timeline.total or 1.0)
+    up = 24 / (most or 1.0)
     points = [
         (across * (time - timeline.start), 24 - up * held) for time, held in timeline.curve(rank)
     ]

@@ -31,8 +31,9 @@ from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
 
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
 PAPER_LETTERS = 7 * 96 / 72  #: in pixels, the smallest that conferences accept
-FOOT, PAPER_HEADING = 70.0, 26.0  #: pixels below and above a scene
-LINE = 13.0  #: of the text above it
+FOOT = 70.0  #: pixels below the last scene
+PAPER_HEADING = 26.0  #: above each, in the style "paper"
+LINE = 13.0  #: of the text above a scene
 LEFT, RIGHT = 48.0, 10.0  #: pixels beside the lanes
 LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib are
 

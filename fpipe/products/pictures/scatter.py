@@ -69,7 +69,9 @@ def paint(
     settings["font.size"] = "7" if look.paper or width < 500 else "9"
     with rc_context(RcParams(settings)):
         figure = Figure((width / 96, max(width * SHAPE, LEAST) / 96), layout="constrained")
-        said = [*title.splitlines(), ABOUT, *([TAKE.format(take)] if take else [])]
+        said = [*title.splitlines(), ABOUT]
+        if take:
+            said.append(TAKE.format(take))
         lines = (_wrapped(line, width - 80) for line in said)
         heading = "" if look.paper else "\n".join(lines)
         _draw(figure, points, heading, limit, take, colours)

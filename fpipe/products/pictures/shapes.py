@@ -23,11 +23,13 @@ from .scene import CAUSES, Lane, Look, Points, Scene, Scenes, has_curves
 
 GAP = 4.0  # between lanes
 CURVE = 0.45  # the height of a memory curve, in lanes
-# widths of a short bar, up to which width of all bars together: where names are whole, where they
-# are short, and where bars are stripes; a page has a column of about 700
-CELL, COLUMN = 26, 640
-TIGHT, WIDER = 15, 800
-FINE, WIDEST = 4, 2200
+# the width of a short bar, and up to which width of all bars together it has that
+CELL = 26  # with whole names
+COLUMN = 640  # a page has a column of about 700
+TIGHT = 15  # with short names
+WIDER = 800
+FINE = 4  # a stripe
+WIDEST = 2200
 NARROWEST = 560
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
