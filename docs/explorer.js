@@ -140,10 +140,10 @@ function sceneOf(name, microbatches, order, costs) {
   const used = palette.filter((entry) => rows.some((row) => row.some((action) => action.some(({op}) => op === entry.key[0]))));
   const takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
   return finish({
-    label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "",
-    figures: [["total", number(total)], ["bubble", percent(Math.max(bubble, 0))], ["peak", number(peak)]],
-    notes: ["", `${each === 1 ? "The stage" : `Each of the ${number(each)} stages`} of a rank takes ${takes}. Memory in microbatches: F adds ${number(part)}.`],
-    microbatches, cell: lengths[Math.floor(lengths.length / 20)] || 1, longest: [0.68 * widest, 0.68 * (widest - 1)], palette,
+    label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "microbatches",
+    figures: [["total", number(total)], ["bubble", percent(Math.max(bubble, 0))], ["peak", held(peak, {memoryUnit: "microbatches"})]],
+    notes: ["", `${each === 1 ? "The stage" : `Each of the ${number(each)} stages`} of a rank takes ${takes}.`],
+    microbatches, cell: lengths[Math.floor(lengths.length / 20)] || 1, mean: lengths.reduce((a, b) => a + b, 0) / lengths.length || 1, longest: [0.68 * widest, 0.68 * (widest - 1)], palette,
   });
 }
 

@@ -23,7 +23,7 @@ def texts(html: str) -> list[str]:
 
 def test_a_schedule_is_shown_with_the_figures_of_compare():
     html = fpipe.make_schedule("ZBV", 4, 8)._repr_html_()
-    assert "total 25.5, bubble 0%, peak 4" in texts(html)
+    assert "total 25.5, bubble 0%, peak 4 microbatches" in texts(html)
 
 
 def test_a_schedule_that_cannot_run_is_shown_as_its_error():

@@ -97,7 +97,7 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 
 _COLUMNS = """\
 bubble: idle share, 1 - work / span, where the span is a rank's longest time
-memory: the most that a rank holds: microbatches, or in the unit of saved=
+memory: the peak: 1 is a microbatch of {}, or of saved=
 a star marks the best of a column
 """
 
@@ -178,7 +178,7 @@ def compare(
         rows = [entry._asdict() for entry in entries]
         print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
         return
-    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS}")
+    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS.format(whose)}")
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
         click.echo(line)
     if unsupported:

@@ -41,7 +41,7 @@ from .options import option
     "--difference",
     "Colour actions by how much earlier or later they end than in the first schedule.",
 )
-@option("--full", "All of a long steady state, of which still pictures leave the middle out.")
+@option("--full", "All of a long steady state, whose middle is left out otherwise.")
 @option("--color/--no-color", "Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...],
@@ -90,7 +90,7 @@ def draw(
             text = ""
         else:
             width = None if look.width is None else int(look.width)
-            text = pictures.draw(drawn, width=width, color=color, difference=difference)
+            text = pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
         click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
     click.echo(text, nl=False, color=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -28,10 +29,14 @@ from rich.progress import (
 from rich.text import Text
 
 from ... import launch, tree
+from ...actions import counted
 from ...devices import cores
+from ..pictures import strip
 from .gpt import Params, cross_entropy
 from .rank import LastStep, Settings, Step, work
 from .single import one_process
+
+LANES = 10  #: of the panel, which fits 24 lines then
 
 
 def run(settings: Settings, source: str) -> int:
@@ -46,16 +51,16 @@ def run(settings: Settings, source: str) -> int:
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     with screen(console, title, settings.steps) as show:
         parts = conduct(settings, show)
-    largest = largest_difference(settings, parts)
-    colour = "red" if largest else "green"
-    console.print(
-        "Largest difference of its loss and gradients from a single process: "
-        f"[bold {colour}]{largest:g}[/]"
-    )
-    console.print(f"Simulated and measured timeline: [bold]{settings.page}[/bold]")
-    if cores() < s.ranks:
-        shared = f"{s.ranks} processes share {cores()} of this machine's cores"
-        console.print(f"[dim]({shared}: measured actions take turns, and are longer for it)[/dim]")
+        largest = largest_difference(settings, parts)
+        colour = "red" if largest else "green"
+        show(
+            "Largest difference of its loss and gradients from a single process: "
+            f"[bold {colour}]{largest:g}[/]"
+        )
+        show(f"Simulated and measured timeline: [bold]{settings.page}[/bold]")
+        if cores() < s.ranks:
+            shared = f"{s.ranks} processes share {counted(cores(), 'core')}"
+            show(f"[dim]({shared}: measured actions take turns, and are longer for it)[/dim]")
     return 1 if largest else 0
 
 
@@ -104,9 +109,10 @@ def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
 
 
 @contextmanager
-def screen(console: Console, title: str, steps: int) -> Iterator[Callable[[Step], None]]:
-    """Shows steps while the block runs: progress, loss, speed and the last measured timeline, or
-    without a terminal a line for every tenth of the steps.
+def screen(console: Console, title: str, steps: int) -> Iterator[Callable[[Step | str], None]]:
+    """Shows steps and lines while the block runs: a panel of progress, loss, speed, the last
+    measured timeline and the lines; or without a terminal the lines, and one for every tenth of
+    the steps.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -120,23 +126,30 @@ def screen(console: Console, title: str, steps: int) -> Iterator[Callable[[Step]
     )
     task = bar.add_task("starting the ranks", total=steps)
 
-    def panel(*below: Text) -> Panel:
-        return Panel(Group(bar, *below), title=f"[bold]fpipe train[/bold]  {title}")
+    panel = Panel(bar, title=f"[bold]fpipe train[/bold]  {title}")
+    drawn = Text()
+    lines: list[Text] = []
 
-    def show(step: Step) -> None:
-        bar.update(task, completed=step.number + 1, description=described(step))
-        if step.timeline:
-            heading = Text(f"\nstep {step.number + 1} as it ran", style="dim")
-            color = console.color_system is not None
-            drawn = step.timeline.draw(width=max(console.width - 4, 20), color=color)
-            live.update(panel(heading, Text.from_ansi(drawn, no_wrap=True)))
+    def show(news: Step | str) -> None:
+        nonlocal drawn
+        if isinstance(news, str):
+            lines.append(Text.from_markup(news))
+            lines[-1].no_wrap = False
+        else:
+            bar.update(task, completed=news.number + 1, description=described(news))
+            if news.timeline:
+                ran = replace(news.timeline, name=f"step {news.number + 1} as it ran")
+                drawn = Text.from_ansi("\n" + strip(ran, console, console.width - 4, LANES))
+        panel.renderable = Group(bar, drawn, *lines)
 
-    def print_line(step: Step) -> None:
-        if step.number + 1 == steps or step.number % max(steps // 10, 1) == 0:
-            console.print(f"step {step.number + 1:4d}   {described(step)}")
+    def print_line(news: Step | str) -> None:
+        if isinstance(news, str):
+            console.print(news)
+        elif news.number + 1 == steps or news.number % max(steps // 10, 1) == 0:
+            console.print(f"step {news.number + 1:4d}   {described(news)}")
 
     if console.is_terminal:
-        with Live(panel(), console=console, refresh_per_second=6) as live:
+        with Live(panel, console=console, refresh_per_second=6):
             yield show
     else:
         console.print(title)

@@ -200,7 +200,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        parts = [self.facts.title, self._about, ""]
+        parts = [self.facts.title, fill(self._about, 80), ""]
         for title, (head, rows) in self._tables.items():
             parts += [title, *aligned([head, *rows]), ""]
         advice = [fill(line, 80, subsequent_indent="   ") for line in self._advice]
@@ -224,9 +224,11 @@ class Explanation:
         t = self.timeline
         unit, scale = readable(t.total, t.unit)
         kind = "measured or given" if self.facts.measured else "estimates from shapes"
+        total, span = (f"{number(scale * time)} {unit}".rstrip() for time in (t.total, t.span))
         return (
-            f"A step takes {number(scale * t.total)} {unit}".rstrip()
-            + f", and the bubble is {percent(max(t.bubble, 0.0))}. Times are {kind}."
+            f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
+            f"{span}, the longest time of a rank from its first start to its last end. Times are "
+            f"{kind}."
         )
 
     @property
@@ -249,7 +251,7 @@ class Explanation:
             "What runs where": self._where,
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
-            "Idle": (("rank", "of the step", "waits"), list(self._idle())),
+            "Bubble by rank": (("rank", "of the span", "cause"), list(self._idle())),
         }
 
     @property

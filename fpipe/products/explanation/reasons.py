@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
@@ -16,29 +17,26 @@ LEAST_GAIN = 0.02  #: of the time of a step, for advice
 
 
 class Idle(NamedTuple):
-    """Idle time of a rank, as a share of the step, and why."""
+    """Idle time of a rank, as a share of the span, and why."""
 
     share: float
     why: str
 
 
 def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
-    """The idle time of a rank by its causes, the longest first."""
+    """The part of a rank in the bubble by its causes, the longest first."""
     spent: defaultdict[str, float] = defaultdict(float)
     row = timeline.of_rank(rank)
-    for position, span in enumerate(row):
-        wait = timeline.waited_for(rank, position)
-        if position == 0:
-            spent["before its first microbatch arrives"] += span.start - timeline.start
-        elif wait is not None and wait.time > 0:
+    for before, span in pairwise(row):
+        wait = timeline.waited_for(rank, span.position)
+        if wait is not None and wait.time > 0:
             cause = timeline.rows[wait.rank][wait.position].parts[0]
             what = "output" if cause.op == "F" else "gradient"
-            spent[f"for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
+            spent[f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
         else:
-            spent["for messages"] += max(span.start - row[position - 1].end, 0.0)
-    if row:
-        spent["after its last action"] += timeline.start + timeline.total - row[-1].end
-    shares = [Idle(time / timeline.total, why) for why, time in spent.items() if timeline.total]
+            spent["waits for messages"] += max(span.start - before.end, 0.0)
+    spent["starts later or ends earlier"] = timeline.span - timeline.windows[rank]
+    shares = [Idle(time / timeline.span, why) for why, time in spent.items() if timeline.span]
     return sorted((one for one in shares if one.share > 5e-4), reverse=True)
 
 
@@ -69,7 +67,7 @@ def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
     if most > 1.05 * mean:
         yield (
             (most - mean) / timeline.total,
-            f"Rank {rank} computes {percent(most / mean - 1)} longer than the mean of the ranks, "
+            f"Rank {rank} computes {most / mean:.3g} times as long as the mean of the ranks, "
             f"and the others wait for it: give its stages ({stages}) fewer layers; "
             "fpipe.balance proposes cuts.",
         )
@@ -119,6 +117,6 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator
         held = f"{size_text(peak)} of activations in place of {size_text(limit)}"
         yield (
             gain,
-            f'schedule="{name}" ends {percent(gain)} earlier at these costs, and a rank holds at '
-            f"most {held}.",
+            f'With schedule="{name}" a step takes {percent(gain)} less time at these costs, and a '
+            f"rank holds at most {held}.",
         )

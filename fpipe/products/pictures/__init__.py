@@ -13,6 +13,7 @@ from .output import (
     frontier,
     plot,
     save,
+    strip,
     table,
     write,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "frontier",
     "plot",
     "save",
+    "strip",
     "table",
     "write",
 ]

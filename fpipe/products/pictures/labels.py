@@ -23,7 +23,7 @@ def percent(share: float) -> str:
 
 def held(amount: float, scene: Scene) -> str:
     """What a rank holds: bytes with a prefix, anything else as a number."""
-    return size_text(amount) if scene.in_bytes else number(amount)
+    return size_text(amount) if scene.unit == "bytes" else number(amount)
 
 
 def size_text(nbytes: float) -> str:
@@ -76,6 +76,9 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
         "bubble": percent(scene.timeline.bubble),
         "peak": held(scene.peak, scene),
     }
+    if scene.unit != "bytes":
+        is_one = (texts["peak"], scene.unit) == ("1", "microbatches")
+        texts["peak"] += " microbatch" if is_one else f" {scene.unit}"
     if was := scene.against:
         for name in ("total", "peak"):
             now = getattr(scene, name)
@@ -87,46 +90,43 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     return list(texts.items())
 
 
-def figures(scene: Scene) -> str:
-    """``total 51, bubble 0%, peak 8``: one line under a picture."""
-    text = ", ".join(map(" ".join, facts(scene)))
-    peaks = [held(lane.peak, scene) for lane in scene.lanes]
-    if len(set(peaks)) > 1 and len(peaks) <= 16:
-        text += f" (by rank {' '.join(peaks)})"
-    return text
-
-
 def figures_of(lane: Lane, scene: Scene) -> str:
     """``bubble 12.5%, peak 4`` for one rank."""
     return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene)}"
 
 
 def notes(scene: Scene) -> list[str]:
-    """The lines about a scene: its figures, idle time by cause, and what the units are."""
-    lines = [figures(scene), units(scene)]
-    if scene.idle:
-        parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
-        lines.insert(1, f"Idle, in shares of the total: {', '.join(parts)}.")
+    """The lines about a scene: the bubble by cause, and what the units are."""
+    t = scene.timeline
+    shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
+    shares["later start or earlier end"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
+    parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
+    lines = [f"Bubble by cause: {', '.join(parts)}."] * bool(parts) + [units(scene)]
     if scene.against:
-        lines.insert(1, f"In brackets: the change from {scene.against.name}.")
+        lines.insert(0, f"In brackets: the change from {scene.against.name}.")
     return lines
 
 
-def left_out(scene: Scene) -> Iterator[str]:
-    """What is not drawn."""
+def summary(scene: Scene, mark: str = "\u2026") -> Iterator[str]:
+    """The lines above a picture: its figures, such as ``total 25.5, bubble 0%, peak 4
+    microbatches``, and what is not drawn, at ``mark``.
+    """
+    text = ", ".join(map(" ".join, facts(scene)))
+    peaks = [held(lane.peak, scene) for lane in scene.lanes]
+    if len(set(peaks)) > 1 and len(peaks) <= 16:
+        text += f" (by rank {' '.join(peaks)})"
+    yield text
     if fold := scene.fold:
         count = counted(fold.microbatches, "microbatch")
         times = f"{number(fold.start)} to {time(fold.end, scene)}"
         yield (
-            f"Not drawn: {count} of the steady state, from {times}; "
+            f"Not drawn ({mark}): {count} of the steady state, from {times}; "
             "--full, or save(full=True), draws all."
         )
 
 
 def units(scene: Scene) -> str:
-    """What the numbers are: the units of time and memory, or what a stage takes of those of the
-    cost model.
-    """
+    """What the times are: their unit, and what a stage takes."""
     parts = [[part for bar in lane.bars for part in bar.action.parts] for lane in scene.lanes]
     count = max(len({part.stage for part in row}) for row in parts)
     stages = "the stage" if count == 1 else f"each of the {count} stages"
@@ -136,17 +136,7 @@ def units(scene: Scene) -> str:
             times[bar.action.op].append(bar.end - bar.start)
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
     text = f"Times in {scene.timeline.unit or 'units of the costs'}"
-    text += f": {stages} of a rank takes {lengths}." if lengths else "."
-    saved = scene.timeline.memory.get("F", [1.0])
-    growth = [size * amount for size in scene.timeline.sizes or [1.0] for amount in saved]
-    if scene.in_bytes:
-        text += " Memory in bytes."
-    elif scene.peak > 0:
-        whole = _range([count * step for step in growth]) == "1"  # all stages of a rank together
-        added = _range(growth)
-        unit = "activations of a stage" if added == "1" else "units of the costs"
-        text += f" Memory in {'microbatches' if whole else unit}: F adds {added}."
-    return text
+    return text + (f": {stages} of a rank takes {lengths}." if lengths else ".")
 
 
 def _range(values: Collection[float]) -> str:
@@ -218,16 +208,18 @@ def tints(scene: Scene) -> Iterator[Entry]:
             yield colours, meaning
 
 
-def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
-    """The legend of a picture; ``dense`` if shares of time are drawn instead of actions."""
+def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entry]:
+    """The legend of a picture; ``dense`` are scenes whose shares of time are drawn instead of
+    actions.
+    """
     plain = [scene for scene in scenes if not scene.against]
-    shades = 1 if dense else max(scene.shades for scene in plain)
+    shades = 1 if all(dense) else max(scene.shades for scene in plain)
     yield from kinds(plain, shades)
     if shades > 1:
         yield (), "paler: other stages"
-    if dense:
+    if any(dense):
         yield (), "height: share of the time"
-    elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
+    if not all(dense) and any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
         yield ("F0", "B0"), "fused"
     for scene in scenes:
         yield from tints(scene)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from html import escape
 from importlib import import_module
+from math import inf
 from os import PathLike, fspath
 from pathlib import Path
 from shutil import get_terminal_size
@@ -24,6 +25,7 @@ from .scene import Look, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.console import Console
 
 
 #: the suffixes of pictures
@@ -38,7 +40,7 @@ def draw(
     *,
     width: int | None = None,
     color: bool | None = None,
-    difference: bool = False,
+    look: Look | None = None,
 ) -> str:
     """A timeline, or several one over the other, as text for a terminal.
 
@@ -50,20 +52,32 @@ def draw(
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
+    total 9, bubble 33.3%, peak 2 microbatches (by rank 2 1)
+    Bubble by cause: warm-up 11.1%, tail 5.6%, later start or
+      earlier end 16.7%.
+    Times in units of the costs: the stage of a rank takes F 1,
+      B 2.
            0         2         4         6         8
     rank 0 0F0- 0F1- ..........0B0------ .....0B1------
     rank 1 .....1F0- 1B0------ 1F1- 1B1------ ..........
     <BLANKLINE>
-    total 9, bubble 33.3%, peak 2 (by rank 2 1)
-    Idle, in shares of the total: warm-up 16.7%, tail 16.7%.
-    Times in units of the costs: the stage of a rank takes F 1,
-      B 2. Memory in microbatches: F adds 1.
     F forward  B backward
     <BLANKLINE>
     """
-    columns = max(get_terminal_size().columns if width is None else width, 16)
+    columns = get_terminal_size().columns if width is None else width
     colours = _colours() if color is None else "truecolor" if color else ""
-    return terminal.paint(scenes(timeline, difference), columns, colours)
+    return _text(timeline, look or Look(), columns, colours)
+
+
+def _text(timeline: Timelines, look: Look, columns: int, colours: str = "") -> str:
+    drawn = shortened(scenes(timeline, look.difference), Look(full=look.full))
+    lines = inf if look.full else terminal.LINES
+    return terminal.paint(drawn, columns, colours, lines)
+
+
+def strip(timeline: Timeline, console: Console, width: int, lanes: int) -> str:
+    """A timeline on one axis, without notes, for a console of rich: at most so many lanes."""
+    return terminal.paint(scenes(timeline), width, colours_of(console), 0, lanes)
 
 
 def plot(
@@ -104,7 +118,7 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
         if suffix == ".json":
             return trace.paint(drawn)
         if suffix == ".txt":
-            return terminal.paint(drawn)
+            return _text(timeline, shown, int(shown.width or 160))
         drawn = shortened(drawn, shown)
         if suffix == ".svg" and not shown.paper:
             return svg.paint(drawn, shown)
@@ -170,13 +184,16 @@ def _colours() -> str:
         return ""
     from rich.console import Console  # slow, and not needed for files
 
-    console = Console()
-    # one without UTF has no character for the edges of bars
-    if console.no_color or not (console.color_system and console.encoding.startswith("utf")):
+    return colours_of(Console())
+
+
+def colours_of(console: Console) -> str:
+    """The system of colours of a console. One without UTF has no character for the edges of bars,
+    and gets none.
+    """
+    if console.no_color or not console.encoding.startswith("utf"):
         return ""
-    if console.color_system == "truecolor":
-        return "truecolor"
-    return "256"
+    return console.color_system or ""
 
 
 # ---- pieces of HTML for notebooks ----

@@ -87,7 +87,7 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look) -> Axes:
 
 def _heading(scene: Scene, width: float) -> list[str]:
     """The lines above a scene."""
-    texts = [labels.title(scene), *labels.notes(scene), *labels.left_out(scene)]
+    texts = [labels.title(scene), *labels.summary(scene), *labels.notes(scene)]
     return [line for text in texts for line in wrapped(text, 13, width)]
 
 
@@ -140,7 +140,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     axes.spines[:].set_visible(False)
-    entries = labels.legend(scenes, look, all(map(f.is_dense, scenes)))
+    entries = labels.legend(scenes, look, list(map(f.is_dense, scenes)))
     _legend(axes, entries, colours, height, font)
     return axes
 

@@ -11,7 +11,7 @@ in every phase, once the rank has begun.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,6 +111,7 @@ class Scene:
     timeline: Timeline
     lanes: tuple[Lane, ...]
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
+    unit: str  # of what ranks hold
     against: Scene | None = None  # what it is compared with
     fold: Fold | None = None
     most: float = 0.0  # the greatest shift of all that are compared with that
@@ -164,25 +165,28 @@ class Scene:
             return lengths[len(lengths) // 20]
         return 1.0
 
+    @property
+    def mean(self) -> float:
+        """The mean length of bars; in a measured step many are much shorter."""
+        return sum(self.timeline.busy) / (len(self.bars) or 1) or 1.0
+
     @cached_property
     def peak(self) -> float:
         """The most that a rank holds."""
         return max(lane.peak for lane in self.lanes)
 
-    @property
-    def in_bytes(self) -> bool:
-        """Whether ranks hold bytes; small numbers are activations."""
-        return self.peak >= 4096
-
     @cached_property
     def idle(self) -> dict[str, float]:
-        """cause -> the share of the time of all ranks, if it is not negligible."""
+        """cause -> its share of the bubble, for each that is drawn. Idle time before a rank starts
+        and after it ends is not part of the bubble.
+        """
+        whole = self.timeline.span * len(self.lanes) or 1.0
         times: defaultdict[str, float] = defaultdict(float)
         for lane in self.lanes:
             for gap in lane.gaps:
-                times[gap.cause] += gap.end - gap.start
-        whole = self.total * len(self.lanes) or 1.0
-        return {cause: times[cause] / whole for cause in CAUSES if times[cause] > 5e-4 * whole}
+                is_inside = lane.bars and lane.bars[0].start <= gap.start < lane.bars[-1].end
+                times[gap.cause] += (gap.end - gap.start) / whole if is_inside else 0.0
+        return {cause: times[cause] for cause in CAUSES if cause in times}
 
 
 Scenes: TypeAlias = Sequence[Scene]
@@ -239,6 +243,7 @@ def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
 
 def _scene(timeline: Timeline) -> Scene:
     shades = _shades(timeline.placement)
+    unit, amount = _unit(timeline)
     lanes: list[Lane] = []
     for rank in range(timeline.ranks):
         bars: list[Bar] = []
@@ -247,12 +252,27 @@ def _scene(timeline: Timeline) -> Scene:
             wait = timeline.waited_for(rank, position)
             bars.append(Bar(action, start, end, kinds, wait, colours=kinds))
         busy = timeline.busy[rank] / timeline.span if timeline.span else 1.0
-        curve = without_dips(timeline.curve(rank))
+        curve = without_dips([(time, held / amount) for time, held in timeline.curve(rank)])
         peak = max((held for _, held in curve), default=0.0)
         short = 1e-9 * timeline.total
         gaps = tuple(gap for gap in _gaps(timeline, bars) if gap.end - gap.start > short)
         lanes.append(Lane(tuple(bars), gaps, max(1 - busy, 0.0), curve, peak))
-    return Scene(timeline, tuple(lanes), max(map(len, shades.values())))
+    return Scene(timeline, tuple(lanes), max(map(len, shades.values())), unit)
+
+
+def _unit(timeline: Timeline) -> tuple[str, float]:
+    """The unit of what ranks hold, and how much of the costs' memory it is: a microbatch is what
+    all stages of a rank save of it, where each saves 1 or all together do.
+    """
+    if max(timeline.peak_bytes) >= 4096:
+        return "bytes", 1.0
+    saved = {*timeline.memory.get("F", [1.0])}
+    count = max(max(Counter(path).values()) for path in timeline.placement.paths)
+    whole = count * max(saved)
+    sizes = {round(size * timeline.slices, 9) for size in timeline.sizes}
+    if len(saved) == 1 and sizes <= {1.0} and 1.0 in (*saved, round(whole, 9)):
+        return "microbatches", whole if timeline.sizes else whole * timeline.slices
+    return "units of saved=", 1.0
 
 
 def _shades(placement: Placement) -> Mapping[int, dict[int, int]]:

@@ -34,7 +34,7 @@ NARROWEST = 560
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
 LEAST = 6.0  # the least width of a piece
-LEAST_CELL = 2.0  # of a short bar, below which a lane shows shares
+LEAST_CELL = 2.0  # of a bar in the mean, below which a lane shows shares
 #: colours in a lane of shares, from its foot up
 STACKED = (
     *(f"t{k}" for k in range(10)),
@@ -100,7 +100,7 @@ class Frame(NamedTuple):
 
     def is_dense(self, scene: Scene) -> bool:
         """Whether the actions of a scene are too narrow to be drawn one by one."""
-        return scene.cell * self.scale < LEAST_CELL
+        return scene.mean * self.scale < LEAST_CELL
 
 
 def frame(

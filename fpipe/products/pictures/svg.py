@@ -76,7 +76,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     y: float = EDGE
     for scene in scenes:
         lines = [(labels.title(scene), 15 if sheet.short else 17, 20, "ink b")]
-        notes = [*labels.notes(scene), *labels.left_out(scene)]
+        notes = [*labels.summary(scene), *labels.notes(scene)]
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
             wide = BOLD * size if kind == "ink b" else size
@@ -152,7 +152,7 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
-    dense = all(map(sheet.frame.is_dense, scenes))
+    dense = list(map(sheet.frame.is_dense, scenes))
     for colours, content in labels.legend(scenes, look, dense):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)

@@ -3,7 +3,7 @@
 
 The width decides the labels: full names (``3F2``) if the picture stays small, else op and
 microbatch (``F2``). A picture longer than a line is cut into panels, one under the other, like
-lines of music; one that would fill too many screens becomes an overview, in which a column shows
+lines of music; one that would fill more than a screen becomes an overview, in which a column shows
 the op that takes most of its time. Plain text is ASCII; there the second chunk of a rank has small
 letters.
 """
@@ -11,29 +11,25 @@ letters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
-from math import ceil, floor
+from math import ceil, floor, inf
 from textwrap import wrap
 from typing import NamedTuple, TypeAlias
 
 from ...actions import OPS, number
 from . import labels
-from .colours import ink, palette
-from .scene import Lane, Scenes
+from .colours import ink, of_16, palette
+from .scene import Lane, Scene, Scenes
 from .shapes import busy, shares
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
-LAYOUTS = (
-    (3, 0),
-    (2, 0),
-    (3, 24),
-    (2, 50),
-    (2, 400),
-)
+LAYOUTS = ((3, 0), (2, 0), (3, 24), (2, inf))
+LINES = 50  #: of a picture of several panels, if not all of a long one is wanted
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
+FOLDED = "~"  # where a steady state is left out
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
@@ -49,33 +45,38 @@ class _Layout(NamedTuple):
     panels: int
 
 
-def paint(scenes: Scenes, width: int = 160, colours: str = "") -> str:
-    """The text of a picture ``width`` columns wide, plain or with ``"256"`` or ``"truecolor"``."""
-    layout = _layout(scenes, width, colours)
-    rows = [[_row(lane, layout) for lane in scene.lanes] for scene in scenes]
-    last = ceil(max(scene.total for scene in scenes) * layout.scale - 1e-9)
-    lines: list[list[Cell]] = []
+def paint(
+    scenes: Scenes, width: int, colours: str = "", lines: float = LINES, lanes: int = 0
+) -> str:
+    """The text of a picture ``width`` columns wide, plain or with a system of colours of rich.
+
+    It has several panels if they fill at most so many ``lines``. With ``lanes`` there are no more
+    of them in a panel, and no notes.
+    """
+    width = max(width, 16)
+    layout = _layout(scenes, width, colours, lines)
+    drawn = [_drawn(scene, layout)[: lanes or None] for scene in scenes]
+    last = ceil(max(scene.length for scene in scenes) * layout.scale - 1e-9)
+    text: list[list[Cell]] = []
     for first in range(0, layout.panels * layout.columns, layout.columns):
         stop = min(first + layout.columns, last)
-        axis = _cells(_axis(layout, first, stop))
-        lines += [[], axis] if first else []
-        for scene, lanes in zip(scenes, rows, strict=True):
+        axis = _cells(_axis(layout, scenes[0], first, stop))
+        text += [[], axis] if first else []
+        for scene, rows in zip(scenes, drawn, strict=True):
             if first == 0:
-                lines += [_cells(labels.title(scene)[:width]), axis]
+                notes = () if lanes else labels.notes(scene)
+                for line in (labels.title(scene), *labels.summary(scene, FOLDED), *notes):
+                    text += map(_cells, wrap(line, width, subsequent_indent="  "))
+                text.append(axis)
             elif len(scenes) > 1:
-                lines.append(_cells(scene.name[:width]))
-            for rank, row in enumerate(lanes):
+                text.append(_cells(scene.name[:width]))
+            for rank, row in enumerate(rows):
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
-                lines.append(_cells(label.ljust(layout.margin)) + row[first:stop])
-    lines.append([])
-    for scene in scenes:
-        head = f"{scene.name}: " if len(scenes) > 1 else ""
-        for note in labels.notes(scene):
-            lines += map(_cells, wrap(head + note, width, subsequent_indent="  "))
-            head = ""
-    lines += _legend(scenes, layout, width)
-    grounds = palette(max(scene.shades for scene in scenes))
-    return "".join(_text(line, grounds, colours) for line in lines)
+                text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
+            if len(rows) < len(scene.lanes):
+                text.append(_cells(f"and {len(scene.lanes) - len(rows)} more ranks"))
+    text += [[], *_legend(scenes, layout, width)]
+    return "".join(_text(line, max(scene.shades for scene in scenes), colours) for line in text)
 
 
 def _cells(text: str, key: str = "") -> list[Cell]:
@@ -83,11 +84,11 @@ def _cells(text: str, key: str = "") -> list[Cell]:
 
 
 # ---- layout ----
-def _layout(scenes: Scenes, width: int, colours: str) -> _Layout:
+def _layout(scenes: Scenes, width: int, colours: str, lines: float) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
     columns = max(width - margin, 8)
-    total = max(scene.total for scene in scenes)
+    total = max(scene.length for scene in scenes)
     cell = max(min(scene.cell for scene in scenes), total / _MOST_CELLS)
     cells = total / cell
     unclear = not colours and max(scene.shades for scene in scenes) > 1  # without stages
@@ -101,30 +102,49 @@ def _layout(scenes: Scenes, width: int, colours: str) -> _Layout:
             wide = min(columns / cells, WIDEST_CELL) if cells else WIDEST_CELL
             wide = floor(wide + 1e-9) if wide >= 2 else wide
             return _Layout(colours, margin, detail, wide / cell, columns, 1)
-        if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
+        if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= min(budget, lines):
             even = ceil(cells / panels - 1e-9) * need  # cut between cells
             return _Layout(colours, margin, detail, need / cell, even, panels)
     scale = columns / cells / cell if cells else 1.0
     return _Layout(colours, margin, 0, scale, columns, 1)
 
 
-def _axis(layout: _Layout, first: int, stop: int) -> str:
+def _axis(layout: _Layout, scene: Scene, first: int, stop: int) -> str:
     """Numbers above the columns ``first`` to ``stop``, each standing over the column of its
-    time.
+    time, behind their unit.
     """
     step = labels.step_of(8 / layout.scale)
-    line = " " * layout.margin
-    tick = ceil(first / layout.scale / step - 1e-9)
-    while (column := round(tick * step * layout.scale)) < stop:
+    line = f"{scene.timeline.unit[: layout.margin - 1]:<{layout.margin}}"
+    tick = 0
+    while (column := round(scene.place(tick * step) * layout.scale)) < stop:
         text = number(tick * step)
         at = layout.margin + column - first
-        if len(line) <= at and at + len(text) <= layout.margin + layout.columns:
+        fits = len(line) <= at <= layout.margin + layout.columns - len(text)
+        if fits and not scene.is_hidden(tick * step):
             line = f"{line:<{at}}{text} "
         tick += 1
     return line
 
 
 # ---- one lane ----
+def _drawn(scene: Scene, layout: _Layout) -> list[list[Cell]]:
+    """The cells of all lanes."""
+    rows: list[list[Cell]] = []
+    for lane in scene.lanes:
+        bars = tuple(
+            bar._replace(start=scene.place(bar.start), end=scene.place(bar.end))
+            for bar in lane.bars
+            if not (scene.is_hidden(bar.start) and scene.is_hidden(bar.end))
+        )
+        row = _row(lane._replace(bars=bars), layout)
+        if fold := scene.fold:
+            start = round(fold.start * layout.scale)
+            wide = max(round(fold.gap * layout.scale), 1)
+            row[start : start + wide] = _cells(FOLDED * wide)
+        rows.append(row)
+    return rows
+
+
 def _row(lane: Lane, layout: _Layout) -> list[Cell]:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
@@ -181,13 +201,17 @@ def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
     owed: defaultdict[str, float] = defaultdict(float)
     edges = [column / layout.scale for column in range(layout.columns + 1)]
     cells: list[Cell] = []
+    before = ""
     for column in shares(busy(lane, painted=bool(layout.colours)), edges):
         column[""] = 1 - sum(column.values())
         for key, share in column.items():
             owed[key] += share
         key = max((key for key in column if column[key] > 0), key=owed.__getitem__, default="")
         owed[key] -= 1
-        letter = " " if layout.colours else _by_chunk(key[0], key) if key else "."
+        letter = _by_chunk(key[0], key) if key else "."
+        if layout.colours:  # once for each run of a colour
+            letter = key[0] if key != before and key.startswith(tuple(OPS)) else " "
+        before = key
         cells.append((letter, key))
     return cells
 
@@ -206,8 +230,13 @@ def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]
         if not layout.colours:
             swatch = swatch[:1]
         items.append(swatch + _cells(f" {text}"))
-    if not layout.colours and shades == 2 and layout.detail < 3:
+    if shades > 1 and layout.colours:
+        items.append(_cells("paler: other stages"))
+    elif shades == 2 and layout.detail < 3:
         items.append(_cells("small letters: a rank's other stage"))
+    if not layout.detail:
+        column = labels.time(1 / layout.scale, scenes[0])
+        items.append(_cells(f"a column: what took most of {column}"))
     line: list[Cell] = []
     for item in items:
         if line and len(line) + 2 + len(item) > width:
@@ -217,7 +246,8 @@ def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]
     yield line
 
 
-def _text(line: list[Cell], grounds: Mapping[str, str], colours: str) -> str:
+def _text(line: list[Cell], shades: int, colours: str) -> str:
+    grounds = palette(shades)
     text = ""
     for key, run in groupby(line, lambda cell: cell[1]):
         chars = "".join(char for char, _ in run)
@@ -225,7 +255,10 @@ def _text(line: list[Cell], grounds: Mapping[str, str], colours: str) -> str:
             from rich.console import COLOR_SYSTEMS  # slow, and not needed for plain text
             from rich.style import Style
 
-            style = Style(color=ink(grounds[key]), bgcolor=grounds[key])
+            colour, ground = ink(grounds[key]), grounds[key]
+            if colours in ("standard", "windows"):
+                colour, ground = of_16(key)
+            style = Style(color=colour, bgcolor=ground)
             chars = style.render(chars, color_system=COLOR_SYSTEMS[colours])
         text += chars
     return text.rstrip(" ") + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 from PIL import Image, ImageFont
 from rich.color import Color, ColorSystem
+from rich.console import Console
 
 from fpipe.actions.action import Action, Fused
 from fpipe.actions.costs import Costs
@@ -219,10 +221,11 @@ def test_text_fits_its_width(name: str, width: int, color: bool):
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1F1B", 16), ("ZBV", 32)])
-def test_sixteen_ranks_and_sixty_four_microbatches_can_be_read(name: str, stages: int):
+def test_all_of_sixteen_ranks_and_sixty_four_microbatches_can_be_read(name: str, stages: int):
     t = timeline(name, 16, 64)
     assert t.placement.stages == stages
-    for rank, cells in lanes(pictures.draw(t, width=120, color=False), 16).items():
+    text = pictures.draw(t, width=120, color=False, look=Look(full=True))
+    for rank, cells in lanes(text, 16).items():
         names = [
             f"{a.op}{a.microbatch}" if a.stage < 16 else f"{a.op}{a.microbatch}".lower()
             for a in (span.action for span in t.of_rank(rank))
@@ -231,11 +234,82 @@ def test_sixteen_ranks_and_sixty_four_microbatches_can_be_read(name: str, stages
         assert re.findall(r"[FBIWfbiw]\d+", cells) == names
 
 
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipeV"])
+def test_text_leaves_the_middle_of_a_long_steady_state_out(name: str, width: int):
+    """16 ranks and 64 microbatches filled 144 lines."""
+    t = timeline(name, 16, 64)
+    (short,) = shortened(scenes(t), Look())
+    text = pictures.draw(t, width=width, color=False)
+    lines = text.splitlines()
+    assert len(lines) <= 28 and max(map(len, lines)) <= width
+    head = " ".join(line.strip() for line in lines[1:4])
+    assert head.startswith("total ") and "Not drawn (~): " in head and "--full" in head
+    at = {row.index("~") for row in lanes(text, 16).values()}
+    assert len(at) == 1
+    axis = next(line for line in lines if line.split()[:1] == ["0"])
+    times = [float(time) for time in axis.split()]
+    assert times[-1] > short.fold.end and not any(map(short.is_hidden, times))
+    assert "~" not in pictures.draw(t, width=width, color=False, look=Look(full=True))
+
+
+def test_a_folded_text_names_the_actions_beside_the_break():
+    cells = lanes(pictures.draw(timeline("1F1B", 2, 64), width=100, color=False), 2)
+    for row in cells.values():
+        before, after = re.split("~+", row)
+        assert "F2- B" in before and "F63 B6" in after, row
+
+
+@pytest.mark.parametrize(("name", "width"), [("1F1B", 80), ("ZBV", 120), ("ZBV", 160)])
+def test_a_strip_has_one_line_a_rank(name: str, width: int):
+    measured = replace(timeline(name, costs="comm=3"), unit="ms", memory={})
+    for wanted in (2, 4):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=True, color_system="256")
+        text = pictures.strip(measured, console, width, wanted)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+        assert [line[:6] for line in lines].count("rank 0") == 1
+        assert sum(line.startswith("rank") for line in lines) == wanted
+        assert ("and 2 more ranks" in lines) == (wanted == 2)
+        assert len(lines) < 12 and max(map(len, lines)) <= width
+        axis = next(line for line in lines if line.startswith("ms "))
+        assert float(axis.split()[-1]) > 0.8 * measured.total
+        assert " weight gradient" in text or name == "1F1B"
+
+
+def test_sixteen_colours_tell_kinds_of_work_and_stages_apart():
+    """The nearest ones to pale F and to pale W are the same grey."""
+    keys = [f"{op}{shade}" for op in "FBIW" for shade in range(2)]
+    grounds = {colours.of_16(key)[1] for key in keys}
+    assert len(grounds) == len(keys)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    text = pictures.strip(timeline(), console, 120, 4)
+    found = set(re.findall(r"\x1b\[\d+;(\d+)m", text))
+    assert len(found) == 6 and all(40 <= int(ground) <= 107 for ground in found)
+    for name, text in (("F", "\x1b[97;44m"), ("W", "\x1b[30;105m")):
+        assert text in pictures.strip(timeline(), console, 120, 4), name
+
+
+def test_an_overview_names_each_run_of_a_colour_once():
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="256")
+    text = pictures.strip(timeline("1F1B", 4, 64), console, 80, 4)
+    runs = re.findall(r"\x1b\[38;5;\d+;48;5;\d+m([^\x1b]*)", text.partition("\n\n")[0])
+    assert runs and all(re.fullmatch("[FB] *", run) for run in runs)
+
+
+def test_an_overview_of_differences_has_no_letters():
+    both = [timeline("1F1B", 8, 128), timeline("ZBH1", 8, 128)]
+    text = pictures.draw(both, width=80, color=True, look=Look(difference=True))
+    _, second = text.split("ZBH1 against 1F1B")
+    row = next(line for line in second.splitlines() if line.startswith("rank 3"))
+    assert re.sub(r"\x1b\[[0-9;]*m", "", row).strip() == "rank 3"
+
+
 def test_columns_are_times():
     text = pictures.draw(timeline("1F1B", 3, 3), width=200, color=False).splitlines()
-    axis, rank2 = text[1], text[4]
+    axis, rank0, _, rank2 = text[4:8]
     assert rank2.index("2F0") == axis.index("2")
-    assert text[2].index("0B0") == axis.index(" 7 ") + 1
+    assert rank0.index("0B0") == axis.index(" 7 ") + 1
 
 
 def test_an_overview_shows_each_kind_by_its_share_of_time():
@@ -253,6 +327,8 @@ def test_colour_is_on_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
     t = timeline()
     assert "\x1b" not in pictures.draw(t)  # captured, so not a terminal
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert "\x1b[97;44m" in pictures.draw(t)
+    monkeypatch.setenv("TERM", "xterm-256color")
     assert "\x1b[38;5;" in pictures.draw(t)
     monkeypatch.setenv("COLORTERM", "truecolor")
     assert "\x1b[38;2;" in pictures.draw(t)
@@ -265,7 +341,7 @@ def test_fused_actions_show_both_parts_in_their_colours():
     text = pictures.draw(toy(), width=70, color=True)
     for op in "FB":
         red, green, blue = colours.rgb(colours.fill(op))
-        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[3]
+        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[6]
     assert "1F1----------&1B0----------" in pictures.draw(toy(), width=70, color=False)
 
 
@@ -274,8 +350,8 @@ def test_several_timelines_share_one_axis():
         [timeline("1F1B"), timeline("ZBV", costs="F=.5,I=.5,W=.5")], width=300, color=False
     )
     first, second = text.split("ZBVZeroBubble: 4 ranks")
-    assert first.splitlines()[1].split()[:4] == second.splitlines()[1].split()[:4]
-    assert first.splitlines()[1].index("10") == second.splitlines()[1].index("10")
+    one, two = first.splitlines()[4], second.splitlines()[3]
+    assert one.split()[:4] == two.split()[:4] and one.index(" 10") == two.index(" 10")
 
 
 # ---- scenes ----
@@ -391,7 +467,22 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
         (7.5, 8, "message"),
     ]
     assert found[1] == [(0, 1.5, "warmup"), (7.5, 10, "tail")]
-    assert one.idle == {"warmup": 4 / 20, "message": 1 / 20, "tail": 3 / 20}
+    assert one.idle == {"warmup": 2.5 / 20, "message": 1 / 20, "tail": 0.5 / 20}
+    # the span is that of rank 0; rank 1 starts 1.5 later and ends 2.5 earlier
+    assert labels.notes(one)[0] == (
+        "Bubble by cause: warm-up 12.5%, message on the way 5%, tail 2.5%, "
+        "later start or earlier end 20%."
+    )
+
+
+@pytest.mark.parametrize("name", [*NAMES, "VHalf", "Hanayo"])
+def test_causes_add_up_to_the_bubble(name: str):
+    """Under a bubble of 0% stood `Idle, in shares of the total: warm-up 2.9%, tail 2.9%`."""
+    (one,) = scenes(timeline(name, costs="" if name == "ZBV" else "comm=0.3,send=0.1,F=1.5"))
+    line = labels.notes(one)[0]
+    parts = [float(part) for part in re.findall(r"([\d.]+)%", line)]
+    assert sum(parts) == pytest.approx(100 * one.timeline.bubble, abs=0.25), line
+    assert (name == "ZBV") == (not line.startswith("Bubble by cause"))
 
 
 def test_a_slower_rank_is_an_imbalance():
@@ -425,7 +516,10 @@ def test_units_and_what_they_mean_are_on_the_picture():
     assert "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5." in words(
         timeline(costs="F=.5,I=.5,W=.5")
     )
-    assert "Memory in microbatches: F adds 0.5." in words(timeline(costs="saved=.5"))
+    for costs in ("", "saved=.5"):  # of each of two stages
+        assert ", peak 4 microbatches" in words(timeline(costs=costs))
+    assert ", peak 1 microbatch" in words(timeline("1F1B", 1, 2)).replace("microbatches", "")
+    assert ", peak 24 units of saved=" in words(timeline(costs="saved=3"))
     assert "Times in s: the stage of a rank takes F 2, B 1 to 3." in words(
         Timeline.measured(
             [
@@ -434,7 +528,20 @@ def test_units_and_what_they_mean_are_on_the_picture():
             ]
         )
     )
-    assert "Memory in bytes." in words(timeline(costs="saved=3000000"))
+    assert ", peak 22.9 MiB" in words(timeline(costs="saved=3000000"))
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipe", "DualPipeV", "Seq1F1B"])
+def test_a_peak_is_counted_in_microbatches_however_it_was_priced(name: str):
+    """By the costs of a rank's share, of each stage, and of a measured step, the peak of ZBV was
+    4, 8 and 8.
+    """
+    schedule = make_schedule(name, 4, 8, slices=2 if name == "Seq1F1B" else 1)
+    by_rank, by_stage = (schedule.simulate(per=per) for per in ("rank", "stage"))
+    spans = [(span.rank, span.action, span.start, span.end) for span in by_stage]
+    measured = Timeline.measured(spans)
+    (texts,) = {dict(labels.facts(scenes(t)[0]))["peak"] for t in (by_rank, by_stage, measured)}
+    assert texts == f"{max(by_rank.peak_bytes):g} microbatches"
 
 
 # ---- differences ----
@@ -468,7 +575,7 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     assert "ends later than" in slower and "ends earlier than" not in slower
     assert ">B7<" in slower, "colours are shifts, so letters say what the bars are"
     colored = pictures.draw(
-        [timeline("1F1B"), timeline("ZBV")], width=120, color=True, difference=True
+        [timeline("1F1B"), timeline("ZBV")], width=120, color=True, look=Look(difference=True)
     )
     assert "ends earlier than in 1F1B, by up to" in colored
 
@@ -527,7 +634,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     assert [scene.fold for scene in shortened([whole], Look(width=150))] == [None]
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    assert f"Not drawn: {left_out} microbatches of the steady state" in text
+    assert f"Not drawn (\u2026): {left_out} microbatches of the steady state" in text
     assert "save(full=True)" in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
@@ -597,6 +704,18 @@ def test_a_picture_for_a_paper_has_its_width_and_letters_of_seven_points(
 
 
 # ---- many actions ----
+def test_short_actions_do_not_hide_the_others():
+    """Measured steps were bands of shares, because some actions took less than two pixels."""
+    spans = [
+        (span.rank, span.action, span.start, span.start + 1e-3 if k % 3 == 1 else span.end)
+        for k, span in enumerate(timeline())
+    ]
+    drawn = Drawn(Timeline.measured(spans), look=Look(width=1000))
+    assert "height: share of the time" not in drawn.texts
+    hints = [rect for rect in drawn.root.iter(f"{SVG}rect") if len(rect)]
+    assert len(hints) > len(spans)
+
+
 def test_large_schedules_show_the_share_of_each_kind_of_work(tmp_path: Path):
     """64 ranks and 512 microbatches were a uniform grey, in 8.2 MB of SVG."""
     t = timeline("1F1B", 64, 512)

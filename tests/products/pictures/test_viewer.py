@@ -338,6 +338,29 @@ def test_the_legend_names_shades_idle_time_and_lines(view: Open):
     assert "critical path" in text and "message\n" in text + "\n" and "memory that" not in text
 
 
+def test_the_legend_says_what_the_height_means_where_shares_are_drawn(view: Open):
+    page = view(make_schedule("1F1B", 4, 400).simulate())
+    legend = lambda: page.inner_text("#legend")
+    assert "height: share of the time" in legend()
+    at = page.locator("#lanes").bounding_box()
+    page.mouse.move(at["x"] + at["width"] / 2, at["y"] + at["height"] / 2)
+    for _ in range(6):
+        page.mouse.wheel(0, -300)
+    page.wait_for_function("!fpipe.state.dense")
+    assert "height" not in legend()
+
+
+def test_short_actions_leave_the_others_drawn_one_by_one(view: Open):
+    """Measured steps were bands, because some actions took less than two pixels."""
+    spans = [
+        (span.rank, span.action, span.start, span.start + 1e-3 if k % 3 == 1 else span.end)
+        for k, span in enumerate(zbv())
+    ]
+    page = view(Timeline.measured(spans))
+    assert not page.evaluate("fpipe.state.dense")
+    assert "height" not in page.inner_text("#legend")
+
+
 def test_the_critical_path_and_the_messages_are_those_of_the_timeline(view: Open):
     t = zbv("comm=0.2,I=1.2,send=0.05")
     page = view(t)
@@ -380,8 +403,9 @@ def test_the_page_has_the_times_of_the_timeline(view: Open, name: str):
         assert ends == pytest.approx([span.end for span in spans], abs=1e-6)
         assert names == [";".join(map(str, span.action.parts)) for span in spans]
         curve = dict(t.curve(rank))
+        each = t.placement.stages // t.ranks  # what is held is counted in microbatches
         assert all(
-            curve[min(curve, key=lambda at: abs(at - time))] == pytest.approx(amount)
+            curve[min(curve, key=lambda at: abs(at - time))] == pytest.approx(each * amount)
             for time, amount in zip(times, held, strict=True)
         )
         waits = {k: t.waited_for(rank, k) for k in range(len(spans))}

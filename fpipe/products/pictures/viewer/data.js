@@ -121,12 +121,18 @@ function percent(share) {
   return String(+(100 * share).toFixed(1)) + "%";
 }
 
-function held(amount, unit) {
-  if (unit !== "bytes") return number(amount);
+// What a rank holds, with its unit.
+function held(value, scene) {
+  const text = amount(value, scene), unit = scene.memoryUnit;
+  return unit === "bytes" ? text : `${text} ${text === "1" ? unit.replace("microbatches", "microbatch") : unit}`;
+}
+
+function amount(value, scene) {
+  if (scene.memoryUnit !== "bytes") return number(value);
   const prefixes = ["B", "KiB", "MiB", "GiB"];
   let k = 0;
-  while (Math.abs(amount) >= 1024 && k < 3) { amount /= 1024; k++; }
-  return (k ? amount.toFixed(1) : amount.toFixed(0)) + " " + prefixes[k];
+  while (Math.abs(value) >= 1024 && k < 3) { value /= 1024; k++; }
+  return (k ? value.toFixed(1) : value.toFixed(0)) + " " + prefixes[k];
 }
 
 function time(value, scene) {
@@ -143,7 +149,7 @@ function describe(scenes, s, rank, index) {
   const length = lane.end[index] - lane.start[index];
   lines.push(["", `start ${time(lane.start[index], scene)}, end ${time(lane.end[index], scene)} (${time(length, scene)})`]);
   lines.push(["", waited(scene, lane, index)]);
-  lines.push(["faint", `rank holds ${held(heldAt(lane, lane.start[index]), scene.memoryUnit)}`]);
+  lines.push(["faint", `rank holds ${held(heldAt(lane, lane.start[index]), scene)}`]);
   scenes.forEach((other, o) => {
     const twin = o === s ? -1 : other.lanes[rank] ? other.lanes[rank].names.indexOf(lane.names[index]) : -1;
     if (twin < 0) return;

@@ -133,7 +133,7 @@ function paintLabels(pen, row, y, state) {
   pen.fillStyle = theme.faint;
   pen.textAlign = "right";
   pen.fillText(percent(lane.bubble), GUTTER - 12, middle);
-  if (row.curve >= 12) pen.fillText("peak " + held(lane.peak, scene.memoryUnit), GUTTER - 12, y + row.bar + row.curve / 2);
+  if (row.curve >= 12) pen.fillText("peak " + amount(lane.peak, scene), GUTTER - 12, y + row.bar + row.curve / 2);
 }
 
 function paintRow(pen, row, y, view, state) {
@@ -147,7 +147,7 @@ function paintRow(pen, row, y, view, state) {
   for (const tick of view.ticks) pen.fillRect(Math.round(view.x(tick)), y - 4, 1, row.height + 8);
   const first = firstAfter(lane, state.from);
   const last = Math.min(firstAfter(lane, state.to), lane.end.length - 1);
-  row.dense = scene.cell * view.scale < 2;
+  row.dense = scene.mean * view.scale < 2;
   if (row.dense) paintShares(pen, lane, scene, first, last, y, row, view, state);
   else {
     paintIdle(pen, lane, y, row, view, state);

@@ -4,7 +4,7 @@ const $ = (id) => document.getElementById(id);
 let raw = null;
 const state = {
   scenes: [], total: 1, from: 0, to: 1, scroll: 0, memory: true, critical: false, messages: false, byRank: false,
-  hover: null, chosen: null, matches: null, found: [], at: -1, rows: [], height: 0, searches: 0, loads: 0,
+  hover: null, chosen: null, matches: null, dense: false, found: [], at: -1, rows: [], height: 0, searches: 0, loads: 0,
 };
 const lanes = $("lanes"), map = $("map"), tip = $("tip"), query = $("query");
 let view = null, mapView = null, waiting = false, mouse = null;
@@ -43,6 +43,11 @@ function paintNow() {
   state.scroll = clamp(state.scroll, 0, Math.max(0, placed.height - (lanes.clientHeight - AXIS)));
   mapView = paintMap(map, state);
   view = paintLanes(lanes, state);
+  const dense = state.rows.some((row) => row.dense);
+  if (dense !== state.dense) {
+    state.dense = dense;
+    legend();
+  }
   if (mouse && !drag) hover(mouse.x, mouse.y, false);  // the box follows what is under the mouse
 }
 
@@ -104,8 +109,8 @@ function hover(x, y, repaint = true) {
 function tell(place, x, y) {
   const scene = state.scenes[place.scene], lane = scene.lanes[place.rank];
   let lines;
-  if (place.onCurve) lines = [["", `rank ${place.rank} holds ${held(heldAt(lane, place.time), scene.memoryUnit)}`],
-    ["faint", `at ${time(place.time, scene)}; at most ${held(lane.peak, scene.memoryUnit)}`]];
+  if (place.onCurve) lines = [["", `rank ${place.rank} holds ${held(heldAt(lane, place.time), scene)}`],
+    ["faint", `at ${time(place.time, scene)}; at most ${held(lane.peak, scene)}`]];
   else if (place.index >= 0) lines = describe(state.scenes, place.scene, place.rank, place.index);
   else lines = describeIdle(scene, lane, place.time, place.next);
   tip.replaceChildren(...lines.map(([kind, text], k) => element(k ? "p" : "h2", text, kind)));
@@ -357,6 +362,7 @@ function legend() {
     swatch(entries.map(({colour, ink}, k) => [colour, ink, k ? "" : op]), "", WORDS[op]);
   }
   if (shades > 1) items.push(element("span", "paler: other stages"));
+  if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   for (const scene of scenes) {
     for (const [tints, word] of scene.tints ?? []) swatch(tints.map((tint) => [shadeOf(scene, tint), "", ""]), "", word);
