@@ -69,13 +69,23 @@ def draw(
     return _text(timeline, look or Look(), columns, colours)
 
 
-def _text(timeline: Timelines, look: Look, columns: int, colours: str = "") -> str:
+def _text(
+    timeline: Timelines,
+    look: Look,
+    columns: int,
+    colours: str = "",
+) -> str:
     drawn = shortened(scenes(timeline, look.difference), Look(full=look.full))
     lines = inf if look.full else terminal.LINES
     return terminal.paint(drawn, columns, colours, lines)
 
 
-def strip(timeline: Timeline, console: Console, width: int, lanes: int) -> str:
+def strip(
+    timeline: Timeline,
+    console: Console,
+    width: int,
+    lanes: int,
+) -> str:
     """A timeline on one axis, without notes, for a console of rich: at most so many lanes."""
     return terminal.paint(scenes(timeline), width, colours_of(console), 0, lanes)
 

@@ -46,7 +46,11 @@ class _Layout(NamedTuple):
 
 
 def paint(
-    scenes: Scenes, width: int, colours: str = "", lines: float = LINES, lanes: int = 0
+    scenes: Scenes,
+    width: int,
+    colours: str = "",
+    lines: float = LINES,
+    lanes: int = 0,
 ) -> str:
     """The text of a picture ``width`` columns wide, plain or with a system of colours of rich.
 
@@ -84,7 +88,12 @@ def _cells(text: str, key: str = "") -> list[Cell]:
 
 
 # ---- layout ----
-def _layout(scenes: Scenes, width: int, colours: str, lines: float) -> _Layout:
+def _layout(
+    scenes: Scenes,
+    width: int,
+    colours: str,
+    lines: float,
+) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
     margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
     columns = max(width - margin, 8)
@@ -109,7 +118,12 @@ def _layout(scenes: Scenes, width: int, colours: str, lines: float) -> _Layout:
     return _Layout(colours, margin, 0, scale, columns, 1)
 
 
-def _axis(layout: _Layout, scene: Scene, first: int, stop: int) -> str:
+def _axis(
+    layout: _Layout,
+    scene: Scene,
+    first: int,
+    stop: int,
+) -> str:
     """Numbers above the columns ``first`` to ``stop``, each standing over the column of its
     time, behind their unit.
     """
