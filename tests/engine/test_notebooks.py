@@ -80,5 +80,5 @@ def test_a_profile_shows_its_last_step():
         assert "<svg" in shown
     assert len(texts(shown)) > 10
     assert "<details" not in shown and "rank    posting" in shown
-    assert "activations of a stage" in " ".join(texts(shown))
+    assert "peak 2 microbatches" in " ".join(texts(shown))
     assert fpipe.profile()._repr_html_().startswith("<details>")
