@@ -816,7 +816,8 @@ def test_a_plot_says_costs_and_idle_time_as_the_svg_does():
     figure.draw_without_rendering()
     headings = {text.get_text().replace("\n", " "): text for text in axes.texts}
     assert list(headings) == [
-        " ".join([labels.title(scene), *labels.notes(scene)]) for scene in drawn
+        " ".join([labels.title(scene), *labels.summary(scene), *labels.notes(scene)])
+        for scene in drawn
     ]
     top, second = (text.get_window_extent() for text in headings.values())
     _, feet = axes.transData.transform([(0, 0), (0, len(drawn[0].lanes))])
