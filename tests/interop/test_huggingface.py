@@ -266,9 +266,16 @@ NEEDS = {
     "a norm without parameters": "nanochat",
     "values for each layer from one table": "gemma4_text",
 }
+SLOW = {"nemotron_h", "zaya", "gemma4_text"}
 
 
-@pytest.mark.parametrize("family", NEEDS.values(), ids=NEEDS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=need, marks=[pytest.mark.long] * (family in SLOW))
+        for need, family in NEEDS.items()
+    ],
+)
 def test_what_families_do_between_layers(family: str):
     row = huggingface_survey.examine(family, ["1F1B"])
     assert row.end == "right", row
@@ -629,6 +636,7 @@ def test_a_model_of_transformers_that_looks_at_values_is_sent_to_stages():
     torch.testing.assert_close(y, model(tokens(ROWS)).last_hidden_state)
 
 
+@pytest.mark.long
 def test_a_family_that_writes_into_a_parameter():
     """In training, Gemma 3n clips one in place: on autograd it is equal to the unsplit model."""
     model = huggingface_survey.small("gemma3n_text")

@@ -154,6 +154,7 @@ def test_a_file_for_something_else(tmp_path: Path):
 
 
 # ---- torchtitan's own trainer ----
+@pytest.mark.long
 def test_parts_on_meta_train_as_the_whole_model(long: bool):
     """``pipelining_fn`` and then what the trainer does: ``to_empty``, ``init_weights``, steps on
     two processes.

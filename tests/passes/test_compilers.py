@@ -39,6 +39,7 @@ def step(model: str, schedule: str, **how: Any) -> list[torch.Tensor]:
     return optree.tree_leaves(f(params, x, t, **more))
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 @pytest.mark.parametrize("model", sorted(MODELS))

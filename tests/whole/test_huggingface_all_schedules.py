@@ -103,6 +103,7 @@ def _models() -> None:
         decoder(family, layers=1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_over_four_processes(long: bool):
     assert {case.name for family in taken(long) for case in dealt(family, long)} == {

@@ -231,6 +231,7 @@ def test_one_process_a_copy(tmp_path: Path):
 
 
 # ---- on two hosts ----
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_copies_on_two_hosts_and_a_lighthouse_that_returns(tmp_path: Path):
     """The lighthouse is on the first host. It dies after a process of the other host."""
