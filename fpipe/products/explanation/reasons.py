@@ -35,7 +35,7 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
             spent[f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
         else:
             spent["waits for messages"] += max(span.start - before.end, 0.0)
-    spent["starts later or ends earlier"] = timeline.span - timeline.windows[rank]
+    spent["a shorter span than the longest"] = timeline.span - timeline.windows[rank]
     shares = [Idle(time / timeline.span, why) for why, time in spent.items() if timeline.span]
     return sorted((one for one in shares if one.share > 5e-4), reverse=True)
 

@@ -99,7 +99,7 @@ def notes(scene: Scene) -> list[str]:
     """The lines about a scene: the bubble by cause, and what the units are."""
     t = scene.timeline
     shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
-    shares["later start or earlier end"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
+    shares["shorter spans of other ranks"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
     lines = [f"Bubble by cause: {', '.join(parts)}."] * bool(parts) + [units(scene)]
     if scene.against:

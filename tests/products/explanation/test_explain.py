@@ -77,7 +77,7 @@ def test_idle_time_and_its_causes():
     assert timeline.total == 9
     found = [[(round(9 * share), why) for share, why in idle_of(timeline, rank)] for rank in (0, 1)]
     assert found[0] == [(3, "waits for the gradient of stage 1 on rank 1")]
-    assert found[1] == [(3, "starts later or ends earlier")]
+    assert found[1] == [(3, "a shorter span than the longest")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
     assert first.endswith("33.3%        waits for the gradient of stage 1 on rank 1")

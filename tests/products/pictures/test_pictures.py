@@ -471,7 +471,7 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
     # the span is that of rank 0; rank 1 starts 1.5 later and ends 2.5 earlier
     assert labels.notes(one)[0] == (
         "Bubble by cause: warm-up 12.5%, message on the way 5%, tail 2.5%, "
-        "later start or earlier end 20%."
+        "shorter spans of other ranks 20%."
     )
 
 
