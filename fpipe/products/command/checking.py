@@ -184,6 +184,8 @@ def compare(
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
     click.echo(_taken(chosen, limit))
+    if out is not None:
+        click.echo(f"wrote {out}")
 
 
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:

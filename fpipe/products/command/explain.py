@@ -47,6 +47,8 @@ def explain(script: str, arguments: tuple[str, ...], out: str | None) -> None:
         click.echo(f"wrote {out}")
     else:
         click.echo(str(page))
+    if {"-o", "--out"} & {*arguments}:
+        click.echo(f"{script} got --out; for a page give it before the file", err=True)
 
 
 def first_page(script: str, arguments: Sequence[str]) -> Any:

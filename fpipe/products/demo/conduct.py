@@ -60,7 +60,7 @@ def run(settings: Settings, source: str) -> int:
         show(f"Simulated and measured timeline: [bold]{settings.page}[/bold]")
         if cores() < s.ranks:
             shared = f"{s.ranks} processes share {counted(cores(), 'core')}"
-            show(f"[dim]({shared}: measured actions take turns, and are longer for it)[/dim]")
+            show(f"[dim]({shared}, so measured times are longer)[/dim]")
     return 1 if largest else 0
 
 

@@ -59,17 +59,23 @@ def advice(
 
 
 def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
-    """The rank with the most work, if the others wait for it."""
-    mean = sum(timeline.busy) / len(timeline.busy)
-    rank = max(range(len(timeline.busy)), key=timeline.busy.__getitem__)
-    most = timeline.busy[rank]
+    """The rank with the most work, for which others wait; where most ranks have as much, the one
+    with the least.
+    """
+    busy = timeline.busy
+    mean = sum(busy) / len(busy)
+    most = max(busy)
+    rank = busy.index(most)
+    why, what = "and the others wait for it", "fewer"
+    if sum(time > 0.95 * most for time in busy) > len(busy) / 2:
+        rank = busy.index(min(busy))
+        why, what = "and waits for the others", "more"
     stages = ", ".join(map(str, timeline.placement.stages_of(rank)))
     if most > 1.05 * mean:
         yield (
             (most - mean) / timeline.total,
-            f"Rank {rank} computes {most / mean:.3g} times as long as the mean of the ranks, "
-            f"and the others wait for it: give its stages ({stages}) fewer layers; "
-            "fpipe.balance proposes cuts.",
+            f"Rank {rank} computes {busy[rank] / mean:.3g} times as long as the mean of the ranks, "
+            f"{why}: give its stages ({stages}) {what} layers; fpipe.balance proposes cuts.",
         )
 
 

@@ -502,6 +502,7 @@ def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_p
         str(picture),
     )
     assert "take VHalf, of the shortest span within memory 3: total 26.5" in out
+    assert out.endswith(f"\nwrote {picture}\n")
     drawn = ElementTree.parse(picture).getroot()
     labels = [label.text or "" for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "VMin" in labels and "Bubble against memory: 4 ranks, 8 microbatches" in labels

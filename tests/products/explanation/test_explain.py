@@ -97,6 +97,17 @@ def test_causes_of_all_ranks_add_up_to_the_bubble(name: str):
     assert sum(shares) / 4 == pytest.approx(timeline.bubble, abs=1e-3)
 
 
+def test_of_one_light_rank_the_advice_is_to_give_it_more():
+    """The first of three busy ranks was told to have fewer layers."""
+    pipe = fpipe.pipeline([torch.mul] * 4, loss=torch.sum, microbatches=32, group=fpipe.local(4))
+    times = [0.5, 1, 1, 1]
+    costs = fpipe.Costs(F=times, I=times, W=times)
+    page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
+    said = "Rank 0 computes 0.571 times as long as the mean of the ranks, and waits for the others"
+    advice = next(text for text in page.advice if text.startswith("Rank"))
+    assert said in advice and "(0) more layers" in advice
+
+
 def test_advice_names_the_change_that_saves_most():
     page, _ = explained(costs=fpipe.Costs(F=[1, 3], I=[1, 3], W=[1, 3]))
     assert "Rank 1 computes 1.5 times as long as the mean of the ranks" in page.advice[0]
@@ -254,6 +265,8 @@ def test_a_script_runs_up_to_its_first_call(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "page.html"
     status, out, _ = run("--out", str(path), str(EXAMPLES / "quickstart.py"), capsys=capsys)
     assert status == 0 and path.exists()
+    _, _, err = run(str(EXAMPLES / "quickstart.py"), "--out", str(path), capsys=capsys)
+    assert "quickstart.py got --out; for a page give it before the file" in err
 
 
 SCRIPTS = {
