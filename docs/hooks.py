@@ -724,7 +724,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 #: page -> a factor of its score in the search
-BOOST = {"install.md": 2, "reference/pipelines.md": 2, "changelog.md": 0.5}
+BOOST = {
+    "install.md": 2,
+    "reference/pipelines.md": 2,
+    "howto/checkpoints.md": 2,
+    "changelog.md": 0.5,
+}
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

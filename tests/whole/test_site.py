@@ -69,6 +69,7 @@ FIRST = {
     "huggingface": "howto/huggingface.html",
     "explorer": "explorer.html",
     "deadlock": "howto/hang.html",
+    "checkpoint": "howto/checkpoints.html",
 }
 
 

@@ -77,9 +77,9 @@ def plan(
     fpipe plan --model config.json --gpus 1024 --gpu h100 --tokens 4M --seq 8192 --out plan.toml
     """
     if tokens % seq:
-        low = tokens // seq * seq
+        low = max(tokens // seq, 1) * seq
         raise usage_error(
-            f"--tokens {tokens} are not whole sequences of {seq}; give {low or seq} or {low + seq}"
+            f"--tokens {tokens} are not whole sequences of {seq}; give {low} or {low + seq}"
         )
     job = Job(read_model(model), gpus, find_gpu(gpu, memory, flops), tokens // seq, seq)
     accepts = _filter(only) if only else None

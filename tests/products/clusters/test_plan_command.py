@@ -100,7 +100,7 @@ REFUSED = [
     ),
     (
         LINE.replace("--tokens 32K", "--tokens 1000"),
-        "1000 are not whole sequences of 1024; give 1024 or 1024",
+        "1000 are not whole sequences of 1024; give 1024 or 2048",
     ),
     (
         LINE.replace("--tokens 32K", "--tokens many"),
