@@ -47,7 +47,7 @@ def explain(script: str, arguments: tuple[str, ...], out: str | None) -> None:
         click.echo(f"wrote {out}")
     else:
         click.echo(str(page))
-    if {"-o", "--out"} & {*arguments}:
+    if "--out" in arguments:
         click.echo(f"{script} got --out; for a page give it before the file", err=True)
 
 
