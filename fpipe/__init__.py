@@ -64,8 +64,6 @@ _MODULES = {
     "transforms": "transforms",
 }
 
-#: functions that check the names of their arguments themselves, in calls of the heart
-_WITH_OWN_CHECKS = {"local", "pipeline"}
 #: public name -> its module
 _NAMES = {name: module for module, names in _TABLE.items() for name in names.split()}
 
@@ -155,7 +153,8 @@ def __getattr__(name: str) -> object:
         what = f"{needs} schedules can be generated, checked, simulated, solved and drawn"
         raise ModuleNotFoundError(what, name=error.name) from error
     value = getattr(module, name) if name in _NAMES else module
-    if isinstance(value, _FunctionType) and name not in _WITH_OWN_CHECKS:
+    # in a plain call Python names the argument, so that the check is none of the files of the call
+    if isinstance(value, _FunctionType) and name not in ("local", "pipeline"):
         from .errors import checked
 
         value = checked(value)

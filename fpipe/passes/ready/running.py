@@ -179,8 +179,7 @@ class _Run:
             then = node.steps[split + 1 :]
             assert node.channel is not None, "a wait has a channel"
             peer, _ = node.channel
-            receive = _Receive(place, peer, work, writes, then)
-            insort(self.receives, receive)
+            insort(self.receives, _Receive(place, peer, work, writes, then))
 
     def _take(self, arrived: Sequence[_Receive]) -> Iterator[tuple[int, StepFn]]:
         """Take what has arrived."""
@@ -196,5 +195,4 @@ class _Run:
         """A step that waits for any of the messages."""
         works = [(one.peer, one.work) for one in self.receives]
         pending: Pending = (_AnyOf(self.group, works), ())
-        first = self.nodes[self.receives[0].node]
-        return first.message, lambda r: pending
+        return self.nodes[self.receives[0].node].message, lambda r: pending

@@ -66,10 +66,12 @@ def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
     mean = sum(busy) / len(busy)
     most = max(busy)
     rank = busy.index(most)
-    why, what = "and the others wait for it", "fewer"
+    why = "and the others wait for it"
+    what = "fewer"
     if sum(time > 0.95 * most for time in busy) > len(busy) / 2:
         rank = busy.index(min(busy))
-        why, what = "and waits for the others", "more"
+        why = "and waits for the others"
+        what = "more"
     stages = ", ".join(map(str, timeline.placement.stages_of(rank)))
     if most > 1.05 * mean:
         yield (

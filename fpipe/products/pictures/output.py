@@ -21,7 +21,7 @@ from ...errors import FpipeError
 from . import html, svg, terminal, trace
 from .colours import THEME
 from .fold import shortened
-from .scene import Look, Timelines, scenes
+from .scene import Look, Scenes, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +53,8 @@ def draw(
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
     total 9, bubble 33.3%, peak 2 microbatches (by rank 2 1)
-    Bubble by cause: warm-up 11.1%, tail 5.6%, later start or
-      earlier end 16.7%.
+    Bubble by cause: warm-up 11.1%, tail 5.6%, shorter spans of
+      other ranks 16.7%.
     Times in units of the costs: the stage of a rank takes F 1,
       B 2.
            0         2         4         6         8
@@ -66,18 +66,19 @@ def draw(
     """
     columns = get_terminal_size().columns if width is None else width
     colours = _colours() if color is None else "truecolor" if color else ""
-    return _text(timeline, look or Look(), columns, colours)
+    shown = look or Look()
+    return _text(scenes(timeline, shown.difference), shown, columns, colours)
 
 
 def _text(
-    timeline: Timelines,
+    drawn: Scenes,
     look: Look,
     columns: int,
     colours: str = "",
 ) -> str:
-    drawn = shortened(scenes(timeline, look.difference), Look(full=look.full))
-    lines = inf if look.full else terminal.LINES
-    return terminal.paint(drawn, columns, colours, lines)
+    if look.full:
+        return terminal.paint(drawn, columns, colours, inf)
+    return terminal.paint(shortened(drawn, Look()), columns, colours)
 
 
 def strip(
@@ -128,7 +129,7 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
         if suffix == ".json":
             return trace.paint(drawn)
         if suffix == ".txt":
-            return _text(timeline, shown, int(shown.width or 160))
+            return _text(drawn, shown, int(shown.width or 160))
         drawn = shortened(drawn, shown)
         if suffix == ".svg" and not shown.paper:
             return svg.paint(drawn, shown)

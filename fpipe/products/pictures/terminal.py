@@ -11,7 +11,7 @@ letters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from math import ceil, floor, inf
 from textwrap import wrap
@@ -80,7 +80,8 @@ def paint(
             if len(rows) < len(scene.lanes):
                 text.append(_cells(f"and {len(scene.lanes) - len(rows)} more ranks"))
     text += [[], *_legend(scenes, layout, width)]
-    return "".join(_text(line, max(scene.shades for scene in scenes), colours) for line in text)
+    grounds = palette(max(scene.shades for scene in scenes))
+    return "".join(_text(line, grounds, colours) for line in text)
 
 
 def _cells(text: str, key: str = "") -> list[Cell]:
@@ -260,8 +261,7 @@ def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]
     yield line
 
 
-def _text(line: list[Cell], shades: int, colours: str) -> str:
-    grounds = palette(shades)
+def _text(line: list[Cell], grounds: Mapping[str, str], colours: str) -> str:
     text = ""
     for key, run in groupby(line, lambda cell: cell[1]):
         chars = "".join(char for char, _ in run)
