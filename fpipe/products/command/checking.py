@@ -96,10 +96,12 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 
 
 _COLUMNS = """\
-bubble: idle share, 1 - work / span, where the span is a rank's longest time
-memory: the peak: 1 is a microbatch of {}, or of saved=
-a star marks the best of a column
+total: time of a step, from the first start to the last end of all ranks
+bubble: idle share, 1 - work / span; the span is the longest time of one rank
+memory: the fullest rank's peak{}
+* is the best of a column{}
 """
+_ACTIVATIONS = "; 1 is one microbatch's activations on one "
 
 
 @click.command()
@@ -118,7 +120,7 @@ a star marks the best of a column
 )
 @option(
     "-o --out FILE",
-    "Draw bubble against memory: .svg, .png, .pdf, .html.",
+    "Draw total against memory: .svg, .png, .pdf, .html.",
     type=options.ending_in(".svg", ".png", ".pdf", ".html"),
 )
 @options.look_options
@@ -136,14 +138,14 @@ def compare(
     as_json: bool,
     look: pictures.Look,
 ) -> None:
-    """Compare all schedules: bubble, time, memory, messages.
+    """Compare all schedules: time, bubble, memory, messages; the shortest step first.
 
     The total is the time of a step, from the first start to the last end of all ranks. The bubble
     is the share of time in which ranks are idle: 1 - work / span, where the span is the longest
-    time from the first start to the last end of one rank. Memory is counted in activations of a
-    rank's whole share for one microbatch, and weights in copies of a share. A message carries the
-    activations of one microbatch, or their gradient, from one rank to another. A star marks the
-    best of each column. With --slices, schedules over slices of sequences are among them.
+    time from the first start to the last end of one rank. Memory is what the fullest rank holds at
+    most, in activations of its whole share of the model for one microbatch, and weights are copies
+    of a share. A message carries the activations of one microbatch, or their gradient, from one
+    rank to another. With --slices, schedules over slices of sequences are among them.
 
     \b
     fpipe compare --ranks 8 --microbatches 24
@@ -172,14 +174,16 @@ def compare(
     chosen = comparison.take(entries, limit)
     take = chosen and chosen.name
     if out is not None:
-        title = f"Bubble against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
+        title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
         pictures.frontier(list(comparison.points(entries)), out, look, title, limit, take or "")
     if as_json:
         rows = [entry._asdict() for entry in entries]
         print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
         return
-    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS.format(whose)}")
-    for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
+    one = "" if price.saved != 1 else _ACTIVATIONS + ("stage" if per == "stage" else "rank")
+    over = "" if limit == inf else "; ! is over the limit"
+    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS.format(one, over)}")
+    for line in comparison.table(entries, lambda cell: click.style(cell, bold=True), limit):
         click.echo(line)
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
@@ -193,7 +197,7 @@ def _taken(chosen: comparison.Entry | None, limit: float) -> str:
         return f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks"
     within = "" if limit == inf else f" within memory {limit:.6g}"
     found = f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
-    return f"\ntake {chosen.name}, of the shortest span{within}: {found}"
+    return f"\ntake {chosen.name}, the shortest step{within}: {found}"
 
 
 @click.command()

@@ -27,7 +27,7 @@ _TABLE = """
 draw       drawing:draw          Draw schedules by name or from files, and timelines.
 check      checking:check        Check schedules in CSV files, or as text with brackets.
 names      checking:names        List the schedules that have a name.
-compare    checking:compare      Compare all schedules: bubble, time, memory, messages.
+compare    checking:compare      Compare all schedules: time, bubble, memory, messages.
 solve      checking:solve        Search for the best schedule for costs and memory.
 plan       cluster_plan:plan     Plan a large run: layouts by predicted time and memory.
 rehearse   rehearse:rehearse     Make the plans of ranks of a planned run, without GPUs.

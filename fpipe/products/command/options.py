@@ -200,7 +200,7 @@ def table(rows: Sequence[Mapping[str, object]], gap: str = "  ") -> str:
      1       2
     20      40
     """
-    return "\n".join(aligned([rows[0], *(row.values() for row in rows)], str.rjust, gap))
+    return "\n".join(aligned([rows[0], *(row.values() for row in rows)], gap))
 
 
 def parse_costs(text: str) -> Costs:

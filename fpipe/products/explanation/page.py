@@ -26,7 +26,7 @@ from ..pictures.html import page
 from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import readable
-from .reasons import advice, idle_of
+from .reasons import LEAST_GAIN, advice, idle_of
 
 
 class StageFacts(NamedTuple):
@@ -145,6 +145,7 @@ def _edges(plan: Any) -> list[Edge]:
     return [Edge(plan.rank, *edge, messages[edge], total[edge]) for edge in messages]
 
 
+WIDTHS = {"wide": pictures.output.CELL, "narrow": 360.0}  #: pixels of a picture
 COLUMNS = 48  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
@@ -195,24 +196,34 @@ class Explanation:
             path,
             (".html", ".txt"),
             lambda suffix: (
-                str(self) if suffix == ".txt" else page("fpipe explain", self._repr_html_())
+                str(self)
+                if suffix == ".txt"
+                else page("fpipe explain", self._html("wide", "narrow"))
             ),
         )
 
     def __str__(self) -> str:
-        parts = [self.facts.title, fill(self._about, 80), ""]
+        parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
+        parts += [fill(line, 80, subsequent_indent="   ") for line in self._advice]
         for title, (head, rows) in self._tables.items():
-            parts += [title, *aligned([head, *rows]), ""]
-        advice = [fill(line, 80, subsequent_indent="   ") for line in self._advice]
-        return "\n".join([*parts, "What to change first", *advice])
+            parts += ["", title, *aligned([head, *rows])]
+        return "\n".join(parts)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows, and the page: the step and what to change first, then why."""
+        """What a notebook shows."""
+        return self._html("wide")
+
+    def _html(self, *kinds: str) -> str:
+        """The step and what to change first, then why. A page has the step in two widths."""
         body = [
             f"<h2>{escape(self.facts.title)}</h2><p>{escape(self._about)}</p>",
-            f"{pictures.figure(self.timeline)}<h3>What to change first</h3>",
+            *(
+                f'<div class="{kind}">{pictures.figure(self.timeline, WIDTHS[kind])}</div>'
+                for kind in kinds
+            ),
+            "<h3>What to change first</h3>",
             *(f"<p>{escape(line)}</p>" for line in self._advice),
             *(f"<h3>{title}</h3>{pictures.table(*table)}" for title, table in self._tables.items()),
         ]
@@ -225,10 +236,13 @@ class Explanation:
         unit, scale = readable(t.total, t.unit)
         kind = "measured or given" if self.facts.measured else "estimates from shapes"
         total, span = (f"{number(scale * time)} {unit}".rstrip() for time in (t.total, t.span))
+        work = sorted((time / (t.span or 1.0), rank) for rank, time in enumerate(t.busy))
+        (least, idlest), (most, busiest) = work[0], work[-1]
+        idle = f"{percent(1 - least)} of it on rank {idlest}, {percent(1 - most)} on rank {busiest}"
         return (
             f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
-            f"{span}, the longest time of a rank from its first start to its last end. Times are "
-            f"{kind}."
+            f"{span}, the longest time of a rank from its first start to its last end"
+            f"{f' ({idle})' if most - least > LEAST_GAIN else ''}. Times are {kind}."
         )
 
     @property
@@ -246,7 +260,8 @@ class Explanation:
             for e in facts.edges
         ]
         held = "activations over the step"
-        memory = "rank", Cell(f"{held}; @ is the most of all", held), "most", "peak of plan"
+        all_held = "with gradients and messages"
+        memory = "rank", Cell(f"{held}; @ is the most of all", held), "most", all_held
         return {
             "What runs where": self._where,
             "Messages of a step": (edge, edges),

@@ -30,7 +30,7 @@ message       #f7d4f5  #4f2b63
 other         #fbf3c9  #5a3a2c
 later         #c03a2b  #f0705f
 earlier       #2a6fc9  #5ba4f5
-same          #dfe3e8  #39424c
+same          #f7ecd0  #5b5132
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 THEME = {name: (light, dark) for name, light, dark in _ROWS}
@@ -69,9 +69,10 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
             colours[f"{op}{shade}"] = fill(op, shade, shades)
     same = colours["same"]
     for step in range(5):
-        colours[f"t{4 - step}"] = mix(same, colours["earlier"], step / 4)
-        colours[f"t{4 + step}"] = mix(same, colours["later"], step / 4)
-    return colours | {"t9": colours["other"]}
+        share = (step + 1) / 5 if step else 0.0
+        colours[f"t{4 - step}"] = mix(same, colours["earlier"], share)
+        colours[f"t{4 + step}"] = mix(same, colours["later"], share)
+    return colours | {"t9": colours["faint"]}
 
 
 def fill(op: str, shade: int = 0, shades: int = 1) -> str:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from math import floor, log10
 from typing import TypeAlias
 
@@ -39,19 +40,29 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.{int(unit != 'B')}f} {unit}"
 
 
-def aligned(
-    rows: Iterable[Iterable[object]],
-    pad: Callable[[str, int], str] = str.ljust,
-    gap: str = "  ",
-) -> list[str]:
-    """The lines of a table, each column as wide as its widest cell.
+def aligned(rows: Iterable[Iterable[object]], gap: str = "  ") -> list[str]:
+    """The lines of a table below its head, each column as wide as its widest cell; those of numbers
+    end at the right.
 
-    >>> aligned([["x", "double"], [20, 40]], str.rjust)
-    [' x  double', '20      40']
+    >>> aligned([["name", "double"], ["a", 40]])
+    ['name  double', 'a         40']
     """
-    cells = [list(map(str, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [gap.join(map(pad, row, widths)).rstrip() for row in cells]
+    columns = []
+    for column in zip(*rows, strict=True):
+        cells = list(map(str, column))
+        pad = str.rjust if is_numbers(cells[1:]) else str.ljust
+        wide = max(map(len, cells))
+        columns.append([pad(cell, wide) for cell in cells])
+    return [gap.join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def is_numbers(cells: Iterable[str]) -> bool:
+    """Whether all cells are numbers, shares or sizes, or empty.
+
+    >>> is_numbers(["3%", "1.5 MiB", ""]), is_numbers(["1F1B"])
+    (True, False)
+    """
+    return all(re.fullmatch(r"[-+\d.,]*( ?[%x*]| [KMG]?i?B)?", cell) for cell in cells)
 
 
 def time(value: float, scene: Scene) -> str:
@@ -214,7 +225,11 @@ def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entr
     """
     plain = [scene for scene in scenes if not scene.against]
     shades = 1 if all(dense) else max(scene.shades for scene in plain)
-    yield from kinds(plain, shades)
+    coloured = list(kinds(plain, shades))
+    yield from coloured
+    for keys, meaning in kinds(scenes, 1):  # those that only compared scenes have
+        if all(meaning != text for _, text in coloured):
+            yield (), f"{keys[0][0]}: {meaning}"
     if shades > 1:
         yield (), "paler: other stages"
     if any(dense):
@@ -224,7 +239,7 @@ def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entr
     for scene in scenes:
         yield from tints(scene)
     for cause, text in CAUSES.items():
-        if any(cause in scene.idle for scene in scenes):
+        if any(cause in scene.idle for scene in plain):
             yield (cause,), f"idle: {text}"
     if has_curves(scenes, look):
         yield ("curve",), "memory held"

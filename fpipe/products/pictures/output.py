@@ -21,6 +21,7 @@ from ...errors import FpipeError
 from . import html, svg, terminal, trace
 from .colours import THEME
 from .fold import shortened
+from .labels import is_numbers
 from .scene import Look, Scenes, Timelines, scenes
 
 if TYPE_CHECKING:
@@ -169,9 +170,9 @@ def frontier(
     limit: float,
     take: str,
 ) -> None:
-    """Write bubble against memory as ``.svg``, ``.png``, ``.pdf`` or ``.html``.
+    """Write time against memory as ``.svg``, ``.png``, ``.pdf`` or ``.html``.
 
-    A point is a name, a memory, a bubble, and whether no other one has less of one and not more of
+    A point is a name, a memory, a total, and whether no other one has less of one and not more of
     the other. ``limit`` is what a rank may hold, and ``take`` the name of the point to take.
     """
     paint = _figures("scatter").paint
@@ -208,9 +209,9 @@ def colours_of(console: Console) -> str:
 
 
 # ---- pieces of HTML for notebooks ----
-def figure(timeline: Timelines) -> str:
-    """A picture as wide as its cell, which scrolls sideways on a phone."""
-    look = Look(width=CELL)
+def figure(timeline: Timelines, width: float = CELL) -> str:
+    """A picture as wide as its cell, which scrolls sideways where it is less than 600 pixels."""
+    look = Look(width=width)
     drawing = svg.paint(shortened(scenes(timeline), look), look, inline=True)
     return f'<div style="overflow-x:auto">{drawing}</div>'
 
@@ -243,15 +244,19 @@ def curve(timeline: Timeline, rank: int, most: float) -> str:
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table; cells are text, or a ``Cell``.
 
-    >>> table(["rank"], [[0]])
-    '<table><tr><th>rank</th></tr><tr><td>0</td></tr></table>'
+    >>> table(["rank"], [["a"]])
+    '<table><tr><th>rank</th></tr><tr><td>a</td></tr></table>'
     """
+
+    body = list(rows)
+    right = [is_numbers(map(str, column)) for column in zip(*body, strict=True)]
 
     def line(tag: str, cells: Sequence[object]) -> str:
         shown = (cell.html if isinstance(cell, Cell) else escape(str(cell)) for cell in cells)
-        return "".join(f"<{tag}>{text}</{tag}>" for text in shown)
+        ends = (' style="text-align:right"' * one for one in right or [False] * len(cells))
+        return "".join(f"<{tag}{end}>{text}</{tag}>" for end, text in zip(ends, shown, strict=True))
 
-    lines = [line("th", head), *(line("td", row) for row in rows)]
+    lines = [line("th", head), *(line("td", row) for row in body)]
     return f"<table>{''.join(f'<tr>{text}</tr>' for text in lines)}</table>"
 
 

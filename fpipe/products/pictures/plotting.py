@@ -23,6 +23,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D, Bbox
 
+from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import wrapped
@@ -115,14 +116,26 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     font = 7 if look.paper else 8
     colours = palette(max(scene.shades for scene in scenes), bool(look.dark))
     ticks: dict[float, str] = {}
+    beside: list[str] = []
     y = 0.0
     for scene in scenes:
         lines = _heading(scene, width)
         if look.paper:
             lines = [scene.name] if len(scenes) > 1 else []
-        axes.text(0, y - 8 / f.pitch, "\n".join(lines), color=colours["ink"], fontsize=font)
-        for rank in range(len(scene.lanes)):
+        for k, line in enumerate(reversed(lines), 1):
+            is_title = k == len(lines) and not look.paper
+            axes.annotate(
+                line,
+                (0, y),
+                (0, 5 + (k - 1) * 0.75 * LINE),
+                textcoords="offset points",
+                color=colours["ink"],
+                fontsize=font + 2 * is_title,
+                weight="bold" if is_title else None,
+            )
+        for rank, lane in enumerate(scene.lanes):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
+            beside.append(labels.figures_of(lane, scene))
         _draw(axes, scene, y, f, colours)
         y += len(scene.lanes) + above / f.pitch
     unit = scenes[0].timeline.unit
@@ -140,6 +153,11 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     axes.spines[:].set_visible(False)
+    if not look.paper:
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(list(ticks), beside)
+        right.tick_params(length=0, labelsize=font, colors=colours["faint"])
+        right.spines[:].set_visible(False)
     entries = labels.legend(scenes, look, list(map(f.is_dense, scenes)))
     _legend(axes, entries, colours, height, font)
     return axes
@@ -228,7 +246,8 @@ def _legend(
     texts: list[str] = []
     for keys, text in entries:
         handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
-        texts.append(text)
+        letter = keys[0][0] if keys and keys[0][0] in OPS else ""
+        texts.append(f"{letter}: {text}" if letter else text)
     for columns in range(len(texts), 0, -1):  # as many as fit
         legend = axes.legend(
             handles,
@@ -238,7 +257,7 @@ def _legend(
             borderaxespad=0,
             borderpad=0,
             ncols=columns,
-            columnspacing=1.2,
+            columnspacing=0.9,
             handlelength=1.5,
             frameon=False,
             fontsize=font,

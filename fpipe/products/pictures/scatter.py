@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bubble against memory of many schedules: a figure of matplotlib whose names do not overlap."""
+"""Time against memory of many schedules: a figure of matplotlib whose names do not overlap."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
 from typing import TypeAlias
@@ -13,7 +15,6 @@ from matplotlib import RcParams, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.path import Path
-from matplotlib.ticker import PercentFormatter
 from matplotlib.transforms import Bbox
 from numpy import array, clip
 from numpy.typing import ArrayLike
@@ -26,8 +27,9 @@ from .plotting import figure_bytes
 from .scene import Look
 
 WIDTH, LEAST, SHAPE = 768.0, 330.0, 0.6  # pixels, of the height too, and height per width
+PHONE, LINE = 370.0, 20.0
 ABOUT = (
-    "Lower left is better: for each grey schedule a green one has no more bubble and "
+    "Lower left is better: for each grey schedule a green one takes no more time and "
     "no more memory."
 )
 TAKE = "The ring marks the one to take: {}."
@@ -50,9 +52,10 @@ axes.titlelocation left
 axes.titlesize medium
 lines.markersize 5
 """
-#: where a name may be, as seen from its point: 1 or -1 to the right, and upwards
+#: where a name may be, as seen from its point: 1 or -1 to the right, and upwards; first to the left
+#: for green points, as no point is to the lower left of them
 WAYS = ((1, 0), (1, 1), (1, -1), (0, 1), (0, -1), (-1, 1), (-1, -1), (-1, 0))
-#: name, memory, bubble, and whether no other has less of one and not more of the other
+#: name, memory, total, and whether no other has less of one and not more of the other
 Point: TypeAlias = tuple[str, float, float, bool]
 
 
@@ -62,27 +65,36 @@ def paint(
     """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold, and ``take``
     the name of the point to take.
     """
+    if suffix != ".html":
+        return _figure(points, look, suffix, title, limit, take)
+    parts = []
+    for kind, width in (("wide", look.width or WIDTH), ("narrow", PHONE)):
+        drawn = _figure(points, replace(look, width=width), ".svg", title, limit, take)
+        picture = drawn[drawn.index(b"<svg") :].decode()
+        parts.append(picture.replace("<svg", f'<svg class="{kind}" style="width:100%"', 1))
+    return page(title, "".join(parts), look.dark).encode()
+
+
+def _figure(
+    points: Sequence[Point], look: Look, suffix: str, title: str, limit: float, take: str
+) -> bytes:
     width = look.width or WIDTH
     colours = palette(1, bool(look.dark))
     rows = map(str.split, SETTINGS.splitlines())
     settings = {key: colours.get(value, value) for key, value in rows}
     settings["font.size"] = "7" if look.paper or width < 500 else "9"
     with rc_context(RcParams(settings)):
-        figure = Figure((width / 96, max(width * SHAPE, LEAST) / 96), layout="constrained")
-        said = [*title.splitlines(), ABOUT]
-        if take:
+        said = [] if look.paper else [*title.splitlines(), ABOUT]
+        if take and said:
             said.append(TAKE.format(take))
-        lines = (_wrapped(line, width - 80) for line in said)
-        heading = "" if look.paper else "\n".join(lines)
+        heading = "\n".join(_wrapped(line, width - 80) for line in said)
+        height = max(width * SHAPE, LEAST + LINE * heading.count("\n"))
+        figure = Figure((width / 96, height / 96), layout="constrained")
         _draw(figure, points, heading, limit, take, colours)
-        drawn = figure_bytes(figure, ".svg" if suffix == ".html" else suffix, None)
-    if look.dark is None and b"<svg" in drawn:
+        drawn = figure_bytes(figure, suffix, None)
+    if look.dark is None and suffix == ".svg":
         drawn = drawn.replace(b"<defs>", f"<style>{_dark()}</style><defs>".encode(), 1)
-    if suffix != ".html":
-        return drawn
-    picture = drawn[drawn.index(b"<svg") :].decode()
-    picture = picture.replace("<svg", '<svg style="width:100%;min-width:600px;height:auto"', 1)
-    return page(title, f'<div style="overflow-x:auto">{picture}</div>', look.dark).encode()
+    return re.sub(rb'<g id="([^"]*: total [^"]*)">', rb"<g><title>\1</title>", drawn)
 
 
 def _draw(
@@ -98,24 +110,26 @@ def _draw(
     unit = size_text(most).split()[1] if most >= 4096 else "B"
     scale = 1024.0 ** ["B", "KiB", "MiB", "GiB"].index(unit)
     names: defaultdict[tuple[bool, float, float], list[str]] = defaultdict(list)
-    for name, memory, bubble, is_best in points:
-        names[not is_best, -memory / scale, bubble].append(name)
+    for name, memory, total, is_best in points:
+        names[not is_best, -memory / scale, total].append(name)
     right = 1.06 * max(most, limit if isfinite(limit) else 0.0) / scale
-    top = 1.1 * max(0.01, *(bubble for _, _, bubble, _ in points))
+    totals = [total for _, _, total, _ in points]
+    pad = 0.1 * (max(totals) - min(totals) or max(totals))
+    foot, top = min(totals) - 2 * pad, max(totals) + pad  # names fit below the last point
     held = "microbatches of its share of the model" if unit == "B" else unit
     axes = figure.subplots()
     axes.set(
         title=title,
         xlim=(0, right),
-        ylim=(-0.1 * top, top),
+        ylim=(foot, top),
         xlabel=_wrapped(f"memory: the most that a rank holds, in {held}", width - 80),
-        ylabel="bubble: idle share of the time",
+        ylabel="total: the time of a step",
     )
-    axes.yaxis.set_major_formatter(PercentFormatter(1, int(top < 0.05)))
-    corners = [(right, 0.0)]
+    corners = [(right, min(totals))]
     for other, left, y in sorted(names):
         colour = colours["faint" if other else "curve"]
-        axes.plot(-left, y, "o", color=colour)
+        at = f"{', '.join(names[other, left, y])}: total {number(y)}, memory {number(-left)}"
+        axes.plot(-left, y, "o", color=colour, gid=at)
         if take in names[other, left, y]:
             axes.plot(-left, y, "o", color=colours["mark"], fillstyle="none", markersize=12)
         if not other:
@@ -127,7 +141,7 @@ def _draw(
     taken = [_box(pixels.transform(ends), 2) for ends in pairwise(corners)]
     taken += [_box(pixels.transform([(-left, y)]), 8) for _, left, y in names]
     if isfinite(limit):
-        line = [(limit / scale, 0.0), (limit / scale, top)]
+        line = [(limit / scale, foot), (limit / scale, top)]
         axes.plot(*zip(*line, strict=True), "--", color=colours["mark"])
         what = f"\xa0a rank may hold {number(limit / scale)}"
         text = axes.text(*line[1], what, va="top", color=colours["mark"])
@@ -151,7 +165,8 @@ def _write(
         label = _wrapped(", ".join(group), space)
         text = axes.text(-left, y, label, ha="center", va="center", color=colour)
         size = text.get_window_extent()
-        box, leader = _beside(pixels.transform((-left, y)), size, axes.bbox, boxes)
+        ways = WAYS if other else WAYS[::-1]
+        box, leader = _beside(pixels.transform((-left, y)), size, axes.bbox, boxes, ways)
         boxes += [box, leader.get_extents()]
         text.set(position=pixels.inverted().transform(box.get_points().mean(0)), bbox=ground)
         ends = pixels.inverted().transform(leader.vertices).T
@@ -164,14 +179,20 @@ def _box(points: ArrayLike, pad: float) -> Bbox:
     return Bbox([places.min(0), places.max(0)]).padded(pad)
 
 
-def _beside(spot: ArrayLike, size: Bbox, inside: Bbox, taken: Sequence[Bbox]) -> tuple[Bbox, Path]:
+def _beside(
+    spot: ArrayLike,
+    size: Bbox,
+    inside: Bbox,
+    taken: Sequence[Bbox],
+    ways: Sequence[tuple[int, int]],
+) -> tuple[Bbox, Path]:
     """The nearest box for a text of this size around a spot, and the line from the spot to it, that
     are over nothing that is taken, or over least of it.
     """
     boxes = [
         size.translated(right * (step + size.width / 2), up * (step + size.height / 2))
         for step in range(9, 160, 8)
-        for right, up in WAYS
+        for right, up in ways
     ]
     places = [(box, Path(array([spot, clip(spot, box.min, box.max)]))) for box in boxes]
 

@@ -116,13 +116,13 @@ def frame(
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
     space = min(scene.cell for scene in scenes) * scale - 3
     named = 0.0
-    for detail in (3, 2, 1):  # the fullest names that fit into a short bar
+    compared = any(scene.against for scene in scenes)  # letters, as colours are shifts
+    for detail in (3, 2) if compared else (3, 2, 1):  # the fullest names that fit into a short bar
         longest = max(0.5, *(widest_name(scene, detail) for scene in scenes))
         size = min(space / longest / letters, 12.0)
-        if size >= (9.5 if detail > 1 else max(least, 7.5)):
+        if size >= (9.5 if detail > 1 and not compared else max(least, 7.5)):
             break
     else:
-        detail = 1
         size = max(least, 7.5)
         named = 1.5 * scale * min(scene.cell for scene in scenes)
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
@@ -133,7 +133,7 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
     cells = max(scene.length for scene in scenes) / min(scene.cell for scene in scenes)
     wide = max(min(cells * CELL, COLUMN), min(cells * FINE, WIDEST), NARROWEST)
-    if cells * TIGHT <= WIDER:
+    if cells * TIGHT <= (WIDEST if any(scene.against for scene in scenes) else WIDER):
         wide = max(wide, cells * TIGHT)
     ranks = max(len(scene.lanes) for scene in scenes)
     return wide, 26 if ranks <= 8 else 20 if ranks <= 32 else 14
@@ -171,7 +171,7 @@ def envelope(curve: Points, length: float) -> Points:
 
 
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
-    for gap in lane.gaps:
+    for gap in () if scene.against else lane.gaps:
         hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
         if not (scene.is_hidden(gap.start) and scene.is_hidden(gap.end)):
             yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
@@ -189,8 +189,7 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         top = y
         for part, colour in zip(bar.action.parts, bar.colours, strict=True):
             yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
-            # where colours are shifts, letters tell the kinds of work apart
-            label = name(part, max(f.detail, 2 if scene.against else 0))
+            label = name(part, f.detail)
             room = f.letters * text_width(label, size) <= wide - 2
             if size >= f.least and room and wide >= f.named:
                 middle = (bar.start + bar.end) / 2
@@ -207,7 +206,7 @@ def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
     work = [  # shades are not told apart
         (start, end, f"{key[0]}0" if key[0] in OPS else key) for start, end, key in busy(lane)
     ]
-    parts = shares([*work, *lane.gaps], edges)
+    parts = shares([*work, *(() if scene.against else lane.gaps)], edges)
     heights = [0.0] * len(parts)
     areas: list[Path] = []
     for colour in STACKED:

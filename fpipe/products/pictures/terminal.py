@@ -30,6 +30,7 @@ LINES = 50  #: of a picture of several panels, if not all of a long one is wante
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
+ENDS = "<<<<=>>>> "  # after a name of plain text, by tint
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
@@ -185,7 +186,8 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             if not layout.colours:
                 if layout.detail < 3:
                     label = _by_chunk(label, bar.kinds[k])
-                end = " " if k + 1 == count else "&"
+                last = ENDS[int(bar.colours[k][1:])] if bar.shift is not None else " "
+                end = last if k + 1 == count else "&"
             text = fill * low + (mark + label)[: high - low]
             text = text.ljust(b - a - len(end), fill) + end
             row[a:b] = _cells(text[: b - a], bar.colours[k])
@@ -236,14 +238,14 @@ def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]
     """The lines of the legend."""
     shades = max(scene.shades for scene in scenes)
     entries = [*labels.kinds(scenes, shades)]
-    if layout.colours:
+    if layout.colours or layout.detail:
         entries += [entry for scene in scenes for entry in labels.tints(scene)]
     items: list[list[Cell]] = []
     for keys, text in entries:
         letter = keys[0][0] if keys[0][0] in OPS else " "
         swatch = [cell for key in keys for cell in _cells(f"{letter} ", key)]
         if not layout.colours:
-            swatch = swatch[:1]
+            swatch = _cells(letter if letter != " " else ENDS[int(keys[0][1:])])
         items.append(swatch + _cells(f" {text}"))
     if shades > 1 and layout.colours:
         items.append(_cells("paler: other stages"))

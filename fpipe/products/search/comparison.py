@@ -44,8 +44,8 @@ def compare(
     names: Sequence[str] | None = None,
     track: Callable[[Sequence[str]], Iterator[str]] = iter,
 ) -> tuple[list[Entry], list[str]]:
-    """An entry for every named schedule that these counts allow, the least bubble first, of equal
-    ones the least memory; and why others are left out.
+    """An entry for every named schedule that these counts allow, the least total first, of equal
+    ones the least bubble; and why others are left out.
 
     Costs are those of a rank's whole share of the model, or with ``per="stage"`` of each stage; one
     number per stage is always that of the stage, and leaves schedules of that many stages.
@@ -68,7 +68,8 @@ def compare(
                 entries.append(_entry(name, schedule, schedule.simulate(costs, per=per)))
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
-    return sorted(entries, key=lambda e: (round(e.bubble, 9), e.memory, e.total)), left_out
+    entries.sort(key=lambda e: (round(e.total, 9), round(e.bubble, 9), e.memory))
+    return entries, left_out
 
 
 def _entry(name: str, schedule: Schedule, t: Timeline) -> Entry:
@@ -88,36 +89,38 @@ def _entry(name: str, schedule: Schedule, t: Timeline) -> Entry:
 
 
 def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:
-    """The schedule to take: of those that hold at most ``limit`` the one of the shortest span, then
+    """The schedule to take: of those that hold at most ``limit`` the one of the least total, then
     of the fewest weights, then of the least memory.
     """
     fitting = [entry for entry in entries if entry.memory <= limit * (1 + 1e-9)]
-    return min(fitting, key=lambda e: (round(e.span, 9), e.weights, e.memory), default=None)
+    return min(fitting, key=lambda e: (round(e.total, 9), e.weights, e.memory), default=None)
 
 
 def points(entries: Sequence[Entry]) -> Iterator[tuple[str, float, float, bool]]:
-    """Bubble against memory: for each schedule its name, its memory, its bubble, and whether no
-    other one has less of one and not more of the other.
+    """Time against memory: for each schedule its name, its memory, its total, and whether no other
+    one has less of one and not more of the other.
     """
-    places = [(round(entry.memory, 9), round(entry.bubble, 9)) for entry in entries]
-    for entry, (memory, bubble) in zip(entries, places, strict=True):
-        others = [place for place in places if place != (memory, bubble)]
-        yield entry.name, memory, bubble, not any(m <= memory and b <= bubble for m, b in others)
+    places = [(round(entry.memory, 9), round(entry.total, 9)) for entry in entries]
+    for entry, (memory, total) in zip(entries, places, strict=True):
+        others = [place for place in places if place != (memory, total)]
+        yield entry.name, memory, total, not any(m <= memory and t <= total for m, t in others)
 
 
 # ---- as text ----
-def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterator[str]:
+def table(
+    entries: Sequence[Entry], best: Callable[[str], str] = str, limit: float = inf
+) -> Iterator[str]:
     """Lines of text, the least of each column with a star where it is not the same in all; ``best``
-    decorates it.
+    decorates it. A memory over ``limit`` has an exclamation mark.
 
-    >>> print(*table(compare(4, 8)[0][:3:2]), sep="\\n")
-    schedule      stages bubble  total  memory  weights  messages
-    ZBVZeroBubble      8  0.00%   25.5*      4*      1x        96
-    ZB2P               4  0.00%     27       8       1x        48*
+    >>> print(*table(compare(4, 8, names=["ZB2P", "ZBV"])[0], limit=6), sep="\\n")
+    schedule stages  total  bubble  memory  weights  messages
+    ZBV           8   25.5*  0.00%       4*      1x        96
+    ZB2P          4     27   0.00%       8!      1x        48*
     """
     columns: dict[str, Callable[[float], str]] = {
-        "bubble": lambda share: f"{100 * share:.2f}%",
         "total": number,
+        "bubble": lambda share: f"{100 * share:.2f}%",
         "memory": size_text if max(entry.memory for entry in entries) >= 4096 else number,
         "weights": lambda copies: f"{copies:g}x",
         "messages": str,
@@ -127,7 +130,7 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     wide = max(len(entry.name) for entry in entries)
     names = ["schedule".ljust(wide), *(entry.name.ljust(wide) for entry in entries)]
     stages = ["stages", *(f"{entry.stages:>6}" for entry in entries)]
-    shown = [_column(entries, field, show, best) for field, show in columns.items()]
+    shown = [_column(entries, field, show, best, limit) for field, show in columns.items()]
     for row in zip(names, stages, *shown, strict=True):
         yield " ".join(row).rstrip()
 
@@ -137,6 +140,7 @@ def _column(
     field: str,
     show: Callable[[float], str],
     best: Callable[[str], str],
+    limit: float,
 ) -> list[str]:
     """The head and the cells of a column, of one width."""
     texts = [show(getattr(entry, field)) for entry in entries]
@@ -147,5 +151,6 @@ def _column(
     cells = [f"{field:>{wide}} "]
     for value, text in zip(values, texts, strict=True):
         star = starred and value == least
-        cells.append(best(f"{text:>{wide}}*") if star else f"{text:>{wide}} ")
+        mark = "!" if field == "memory" and value > limit * (1 + 1e-9) else " "
+        cells.append(best(f"{text:>{wide}}*") if star else f"{text:>{wide}}{mark}")
     return cells

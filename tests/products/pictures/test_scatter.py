@@ -1,4 +1,4 @@
-"""Bubble against memory: names that can be read, axes with units, dark paper, all formats."""
+"""Time against memory: names that can be read, axes with units, dark paper, all formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fpipe.products import pictures
 from fpipe.products.pictures import Look, colours, scatter
 from fpipe.products.search.comparison import compare, points
 
-TITLE = "Bubble against memory: 8 ranks, 24 microbatches"
+TITLE = "Time against memory: 8 ranks, 24 microbatches"
 POINTS = list(points(compare(8, 24)[0]))
 
 
@@ -43,7 +43,7 @@ def test_names_are_over_no_other_name_no_point_and_no_line(
     named = {name for text in axes.texts for name in text.get_text().replace(",", " ").split()}
     assert named >= {name for name, *_ in POINTS}
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-    at = axes.transData.transform([(memory, bubble) for _, memory, bubble, _ in POINTS])
+    at = axes.transData.transform([(memory, total) for _, memory, total, _ in POINTS])
     assert not [box for box, place in product(boxes, at) if box.padded(2).contains(*place)]
     assert all(figure[0].bbox.contains(*corner) for box in boxes for corner in (box.min, box.max))
     stairs = axes.transData.transform(axes.lines[0].get_xydata())
@@ -61,7 +61,7 @@ def test_a_ring_marks_the_schedule_to_take(figure: list[Figure]):
     scatter.paint(POINTS, Look(), ".png", TITLE, 6.0, "VHalf")
     (axes,) = figure[0].axes
     (ring,) = (line for line in axes.lines if line.get_fillstyle() == "none")
-    place = next((memory, bubble) for name, memory, bubble, _ in POINTS if name == "VHalf")
+    place = next((memory, total) for name, memory, total, _ in POINTS if name == "VHalf")
     assert tuple(ring.get_xydata()[0]) == pytest.approx(place)
     assert "The ring marks the one to take: VHalf." in axes.get_title("left")
     scatter.paint(POINTS, Look(), ".png", TITLE, 1.0)
@@ -73,9 +73,9 @@ def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure
     scatter.paint(POINTS, Look(), ".svg", TITLE, inf)
     (axes,) = figure[0].axes
     assert axes.get_xlabel().endswith("in microbatches of its share of the model")
-    assert axes.yaxis.get_major_formatter()(0.15) == "15%"
+    assert axes.get_ylabel() == "total: the time of a step"
     assert axes.get_title("left").replace("\n", " ") == f"{TITLE} {scatter.ABOUT}"
-    heavy = [(name, memory * 3e9, bubble, best) for name, memory, bubble, best in POINTS]
+    heavy = [(name, memory * 3e9, total, best) for name, memory, total, best in POINTS]
     scatter.paint(heavy, Look(paper=True), ".svg", TITLE, 30e9)
     (axes,) = figure[1].axes
     assert axes.get_xlabel().endswith("in GiB") and axes.get_title("left") == ""
@@ -95,5 +95,6 @@ def test_it_follows_its_reader_or_is_dark(tmp_path: Path):
     assert "prefers-color-scheme" not in text and dark[1] in text and light[0] not in text
     write("a.html", Look())
     page = (tmp_path / "a.html").read_text()
-    assert page.startswith("<!doctype html>") and page.count("<svg") == 1
+    assert page.startswith("<!doctype html>") and page.count("<svg") == 2  # one for phones
+    assert "<title>VHalf: total 80.5, memory 5</title>" in page
     assert "prefers-color-scheme:dark" in page
