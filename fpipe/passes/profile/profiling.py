@@ -97,8 +97,8 @@ class Profile:
         real = self.timeline.total
         predicted = self.simulated.total
         return (
-            f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms "
-            f"({predicted / real:.1%} of the measured time)"
+            f"measured {1e3 * real:.2f} ms; simulated {1e3 * predicted:.2f} ms "
+            f"({predicted / real:.1%}) with mean times alone"
         )
 
     @property
@@ -144,7 +144,7 @@ class Profile:
         """The same rows, simulated with other costs."""
         real = self.timeline
         rows = Rows(real.rows, real.placement, real.microbatches, real.slices)
-        return simulate_rows(inspect_rows(rows), price, self._called("simulated"))
+        return simulate_rows(inspect_rows(rows), price, self._called("simulated with mean times"))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines: see ``Timeline.save``."""
@@ -170,8 +170,15 @@ class Profile:
         names = list(dict.fromkeys(name for part in parts for name in part))
         actions = (action for row in self.timeline.rows for action in row)
         kinds = {action.op for action in actions if isinstance(action, Action)}
-        lines = [self._headline, "", self.costs.table(kinds), ""]
-        lines.append("rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)")
+        lines = [self._headline, ""]
+        if self.in_turn:
+            lines += [
+                "These ranks ran in turn, in one process: times of programs are theirs,",
+                "waiting and bubble are not those of several processes.",
+                "",
+            ]
+        lines += [self.costs.table(kinds), "", "what the time of each rank was, in ms"]
+        lines.append("rank " + " ".join(f"{name:>10}" for name in names))
         for rank, part in enumerate(parts):
             times = (1e3 * part.get(name, 0.0) for name in names)
             lines.append(f"{rank:4d} " + " ".join(f"{time:10.3f}" for time in times))
@@ -180,10 +187,7 @@ class Profile:
         lines.append(f" all {each}   of the time of all ranks")
         if self.prepared.seconds:
             lines += ["", f"preparation, in this process: {self.prepared}"]
-        if self.in_turn:
-            note = "these ranks ran in turn, in one process: waiting and bubble are not those of "
-            lines += ["", note + "several processes"]
-        elif len(parts) > 1 and all(run.events for run in self._last):
+        if not self.in_turn and len(parts) > 1 and all(run.events for run in self._last):
             lines += ["", late(self._alike, self.simulated.total)]
         return "\n".join(lines)
 

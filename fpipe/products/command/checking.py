@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import Any
 
 import click
 
-from ...actions import Per, counted, progress
+from ...actions import Costs, Per, counted, progress
 from ...errors import ScheduleError
 from ...generators import about_schedule
 from .. import pictures
@@ -101,7 +101,11 @@ bubble: idle share, 1 - work / span; the span is the longest time of one rank
 memory: the fullest rank's peak{}
 * is the best of a column{}
 """
-_ACTIVATIONS = "; 1 is one microbatch's activations on one "
+
+
+def _one(price: Costs, per: Per) -> str:
+    """What a memory of 1 is, where it is not bytes."""
+    return f"; 1 is one microbatch's activations on one {per}" if price.saved == 1 else ""
 
 
 @click.command()
@@ -180,9 +184,8 @@ def compare(
         rows = [entry._asdict() for entry in entries]
         print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
         return
-    one = "" if price.saved != 1 else _ACTIVATIONS + ("stage" if per == "stage" else "rank")
     over = "" if limit == inf else "; ! is over the limit"
-    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS.format(one, over)}")
+    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS.format(_one(price, per), over)}")
     for line in comparison.table(entries, lambda cell: click.style(cell, bold=True), limit):
         click.echo(line)
     if unsupported:
@@ -223,8 +226,9 @@ def solve(
 ) -> None:
     """Search for the best schedule for costs and memory, and write it to a file.
 
-    The gap is by how much the longest time of a rank, from its first action to its last, exceeds
-    what some rank takes in every schedule. Ctrl-C ends the search, and what was found is written.
+    The gap is by how much the span, the longest time of a rank from its first action to its last,
+    exceeds what no schedule can be below. Of equal spans the least total and then the least memory
+    count. Ctrl-C ends the search, and what was found is written.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
@@ -240,10 +244,9 @@ def solve(
     t = best.timeline
     counts_of = f"{best.ranks} ranks, {best.stages} stages, {best.microbatches} microbatches"
     click.echo(f"{best.name}: {counts_of}\n{best.placement!r}")
-    click.echo(
-        f"total {t.total:.6g}, bubble {t.bubble:.2%}, a rank holds at most {max(t.peak_bytes):.6g}"
-    )
-    click.echo(f"gap {best.gap:.2%}: {best.bound.said()}")
+    figures = f"total {t.total:.6g}, bubble {t.bubble:.2%}, memory {max(t.peak_bytes):.6g}"
+    click.echo(fill(f"{figures} (the fullest rank's peak{_one(price, per)})", 80))
+    click.echo(fill(f"gap {best.gap:.2%}: {best.bound.said(t.span)}", 80))
     if out is not None:
         best.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out} --per {per} --costs {costs or 'F=1'}")

@@ -66,7 +66,9 @@ class Choice:
         for each in self.candidates:
             row = f"{number(each.total):>10}  {each.bubble:>7.2%}  {number(each.memory):>10}"
             lines.append(f"{each.name:<{wide}}  {row}" + ("" if each.fits else "  does not fit"))
-        return "\n".join([f"{best.name}: {figures}; {self.bound.said(unit)}", "", *lines])
+        return "\n".join(
+            [f"{best.name}: {figures}; {self.bound.said(best.span, unit)}", "", *lines]
+        )
 
 
 def choose(

@@ -45,10 +45,12 @@ class Bound(float):
     def __repr__(self) -> str:
         return f"Bound({float(self):g}, {self.reason!r})"
 
-    def said(self, unit: str = "") -> str:
-        """What it means, for people."""
-        least = f"in every schedule some rank takes at least {number(self)}{unit}"
-        return f"{least} from its first action to its last ({self.reason})"
+    def said(self, span: float, unit: str = "") -> str:
+        """What it means for a schedule of this span, for people."""
+        return (
+            f"its longest rank takes {number(span)}{unit} from its first action to its last, and "
+            f"in every schedule one takes at least {number(self)}{unit} ({self.reason})"
+        )
 
 
 def lower_bound(problem: Problem, costs: Costs) -> Bound:

@@ -242,9 +242,9 @@ def _named(problem: Problem) -> Iterator[Rows]:
             schedule = make_schedule(name, problem.ranks, problem.microbatches, problem.stages)
             if schedule.placement.paths == (problem.path,):
                 rows = rows_of(schedule)
+                yield rows
                 if problem.stages > problem.ranks:
                     yield _relieved(problem, rows)
-                yield rows
 
 
 def _joined(p: Problem) -> Problem:

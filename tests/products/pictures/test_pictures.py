@@ -794,7 +794,7 @@ def test_a_plot_has_a_bar_for_every_part_at_its_time(name: str):
             assert (round(span.start, 6), round(span.end, 6), int(top)) in found
     assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"rank {k}" for k in range(4)]
     words = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert words[0] == "forward" and "idle: warm-up" in words
+    assert words[0] == "F: forward" and "idle: warm-up" in words
     assert not any(text.get_text() for text in axes.texts)  # a paper has a caption
     light = t.plot(Figure().subplots(), "light", memory=False)
     assert any(": 4 ranks, 8 microbatches" in text.get_text() for text in light.texts)
@@ -814,15 +814,21 @@ def test_a_plot_says_costs_and_idle_time_as_the_svg_does():
     figure = Figure()
     axes = plotting.plot(drawn, look, plotting.new_axes(figure, drawn, look))
     figure.draw_without_rendering()
-    headings = {text.get_text().replace("\n", " "): text for text in axes.texts}
-    assert list(headings) == [
-        " ".join([labels.title(scene), *labels.summary(scene), *labels.notes(scene)])
-        for scene in drawn
-    ]
-    top, second = (text.get_window_extent() for text in headings.values())
+    lines = [text.get_text() for text in axes.texts[::-1]]  # each heading from its foot up
+    assert " ".join(lines) == " ".join(
+        text
+        for scene in drawn[::-1]
+        for text in [labels.title(scene), *labels.summary(scene), *labels.notes(scene)]
+    )
+    titles = [text for text in axes.texts if text.get_weight() == "bold"]
+    top, second = (text.get_window_extent() for text in titles)
     _, feet = axes.transData.transform([(0, 0), (0, len(drawn[0].lanes))])
     assert second.y1 < feet[1], "the heading of the second is below the lanes of the first"
     assert top.y1 < figure.bbox.y1
+    (right,) = axes.child_axes
+    assert [text.get_text() for text in right.get_yticklabels()] == [
+        labels.figures_of(lane, scene) for scene in drawn for lane in scene.lanes
+    ]
 
 
 def test_a_plot_is_drawn_into_the_axes_of_its_caller():

@@ -59,7 +59,7 @@ function paintAxis(pen, view, state) {
   pen.fillStyle = theme.faint;
   for (const tick of view.ticks) pen.fillText(tick.toFixed(digits), view.x(tick), AXIS / 2 - 1);
   pen.textAlign = "right";
-  if (wideScreen()) pen.fillText((state.scenes[0].unit ? `in ${state.scenes[0].unit}, ` : "") + "bubble", GUTTER - 12, AXIS / 2 - 1);
+  if (wideScreen() && state.scenes[0].unit) pen.fillText(`time in ${state.scenes[0].unit}`, GUTTER - 12, AXIS / 2 - 1);
 }
 
 // The overview: all lanes, thin, drawn once, and the window over them.

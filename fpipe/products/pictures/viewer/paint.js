@@ -132,7 +132,7 @@ function paintLabels(pen, row, y, state) {
   pen.font = `${small ? 10 : 11}px ${FONT}`;
   pen.fillStyle = theme.faint;
   pen.textAlign = "right";
-  pen.fillText(percent(lane.bubble), GUTTER - 12, middle);
+  pen.fillText((state.byRank ? "" : "bubble ") + percent(lane.bubble), GUTTER - 12, middle);
   if (row.curve >= 12) pen.fillText("peak " + amount(lane.peak, scene), GUTTER - 12, y + row.bar + row.curve / 2);
 }
 
