@@ -9,9 +9,10 @@ imported when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -119,20 +120,12 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     beside: list[str] = []
     y = 0.0
     for scene in scenes:
-        lines = _heading(scene, width)
-        if look.paper:
-            lines = [scene.name] if len(scenes) > 1 else []
-        for k, line in enumerate(reversed(lines), 1):
-            is_title = k == len(lines) and not look.paper
-            axes.annotate(
-                line,
-                (0, y),
-                (0, 5 + (k - 1) * 0.75 * LINE),
-                textcoords="offset points",
-                color=colours["ink"],
-                fontsize=font + 2 * is_title,
-                weight="bold" if is_title else None,
-            )
+        if not look.paper:
+            title, *notes = _heading(scene, width)
+            _write(axes, notes, y, 0, color=colours["ink"], fontsize=font)
+            _write(axes, [title], y, len(notes), color=colours["ink"], weight="bold")
+        elif len(scenes) > 1:
+            _write(axes, [scene.name], y, 0, color=colours["ink"], fontsize=font)
         for rank, lane in enumerate(scene.lanes):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
             beside.append(labels.figures_of(lane, scene))
@@ -161,6 +154,12 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     entries = labels.legend(scenes, look, list(map(f.is_dense, scenes)))
     _legend(axes, entries, colours, height, font)
     return axes
+
+
+def _write(axes: Axes, lines: Sequence[str], y: float, above: int, **style: Any) -> None:
+    """Write lines over the lanes at ``y``, with so many lines below them."""
+    foot = 5 + above * 0.75 * LINE
+    axes.annotate("\n".join(lines), (0, y), (0, foot), textcoords="offset points", **style)
 
 
 def _ticks(axes: Axes, scene: Scene, step: float) -> None:

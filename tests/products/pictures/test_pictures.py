@@ -814,12 +814,15 @@ def test_a_plot_says_costs_and_idle_time_as_the_svg_does():
     figure = Figure()
     axes = plotting.plot(drawn, look, plotting.new_axes(figure, drawn, look))
     figure.draw_without_rendering()
-    lines = [text.get_text() for text in axes.texts[::-1]]  # each heading from its foot up
-    assert " ".join(lines) == " ".join(
+    lines = [text.get_text().replace("\n", " ") for text in axes.texts]
+    assert lines == [
         text
-        for scene in drawn[::-1]
-        for text in [labels.title(scene), *labels.summary(scene), *labels.notes(scene)]
-    )
+        for scene in drawn
+        for text in (
+            " ".join([*labels.summary(scene), *labels.notes(scene)]),
+            labels.title(scene),
+        )
+    ]
     titles = [text for text in axes.texts if text.get_weight() == "bold"]
     top, second = (text.get_window_extent() for text in titles)
     _, feet = axes.transData.transform([(0, 0), (0, len(drawn[0].lanes))])
