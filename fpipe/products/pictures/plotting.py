@@ -117,7 +117,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     font = 7 if look.paper else 8
     colours = palette(max(scene.shades for scene in scenes), bool(look.dark))
     ticks: dict[float, str] = {}
-    beside: list[str] = []
+    figures: list[str] = []
     y = 0.0
     for scene in scenes:
         if not look.paper:
@@ -128,7 +128,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
             _write(axes, [scene.name], y, 0, color=colours["ink"], fontsize=font)
         for rank, lane in enumerate(scene.lanes):
             ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
-            beside.append(labels.figures_of(lane, scene))
+            figures.append(labels.figures_of(lane, scene))
         _draw(axes, scene, y, f, colours)
         y += len(scene.lanes) + above / f.pitch
     unit = scenes[0].timeline.unit
@@ -141,19 +141,22 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     )
     if scenes[0].fold:
         _ticks(axes, scenes[0], labels.step_of(70 / f.scale))
-    axes.set_yticks(list(ticks), list(ticks.values()))
-    axes.tick_params(length=0, labelsize=font, colors=colours["ink"])
+    _label(axes, ticks, colours["ink"], font)
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
-    axes.spines[:].set_visible(False)
     if not look.paper:
-        right = axes.secondary_yaxis("right")
-        right.set_yticks(list(ticks), beside)
-        right.tick_params(length=0, labelsize=font, colors=colours["faint"])
-        right.spines[:].set_visible(False)
+        beside = dict(zip(ticks, figures, strict=True))
+        _label(axes.secondary_yaxis("right"), beside, colours["faint"], font)
     entries = labels.legend(scenes, look, list(map(f.is_dense, scenes)))
     _legend(axes, entries, colours, height, font)
     return axes
+
+
+def _label(axes: Any, ticks: Mapping[float, str], colour: str, font: float) -> None:
+    """Texts beside the lanes, without ticks and edges."""
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(length=0, labelsize=font, colors=colour)
+    axes.spines[:].set_visible(False)
 
 
 def _write(axes: Axes, lines: Sequence[str], y: float, above: int, **style: Any) -> None:

@@ -115,9 +115,10 @@ def frame(
     scale = width / (max(scene.length for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
     space = min(scene.cell for scene in scenes) * scale - 3
-    named = 0.0
+    named = size = 0.0
     compared = any(scene.against for scene in scenes)  # letters, as colours are shifts
-    for detail in (3, 2) if compared else (3, 2, 1):  # the fullest names that fit into a short bar
+    detail = 3
+    for detail in (3, 2, 1)[: 3 - compared]:  # the fullest names that fit into a short bar
         longest = max(0.5, *(widest_name(scene, detail) for scene in scenes))
         size = min(space / longest / letters, 12.0)
         if size >= (9.5 if detail > 1 and not compared else max(least, 7.5)):
