@@ -212,15 +212,15 @@ def cores() -> int:
 
 #: The environment variable that leaves the C library as it is: ``FPIPE_KEEP_FREED=0``.
 SWITCH = "FPIPE_KEEP_FREED"
-_TRIM, _MMAPS = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of mallopt(3)
+_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
 def keep_freed() -> bool:
-    """Keep up to 1 GiB of freed memory, in blocks of any size, where the C library is glibc's;
-    whether it does.
+    """Keep up to 1 GiB of freed memory, in blocks of less than 32 MiB, where the C library is
+    glibc's; whether it does.
 
-    Without this, glibc returns large blocks to the system as soon as they are freed, and the next
-    step faults every page in again. Its documented variables (``MALLOC_TRIM_THRESHOLD_``) are read
+    Without this, glibc returns blocks of 128 KiB to the system as soon as they are freed, and the
+    next step faults every page in again. Larger ones would leave fragments. Its documented variables (``MALLOC_TRIM_THRESHOLD_``) are read
     when a process is loaded, which is too late in a forked one. Settings for malloc in the
     environment take precedence.
     """
@@ -229,4 +229,4 @@ def keep_freed() -> bool:
     if sys.platform != "linux" or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_TRIM, 1 << 30)) and bool(mallopt(_MMAPS, 0))
+    return mallopt is not None and bool(mallopt(_TRIM, 1 << 30)) and bool(mallopt(_MMAP, 32 << 20))
