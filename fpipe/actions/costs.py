@@ -44,7 +44,8 @@ _ONE_PER = {
     **dict.fromkeys(("load", "size"), "microbatches"),
 }
 #: Numbers other than 0: sums and quotients of smaller and larger ones are not finite.
-_LEAST, _MOST = 1e-100, 1e100
+_LEAST = 1e-100
+_MOST = 1e100
 _refuse = partial(ScheduleError, rule="costs")
 
 

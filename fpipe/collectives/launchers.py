@@ -19,7 +19,8 @@ from ..errors import GroupError
 #: The port of torchrun, where the launcher does not say which job this is.
 _PORT = 29_500
 #: Ports for jobs: below those that Linux gives to clients, and those that Kubernetes gives away.
-_FIRST, _PORTS = 20_000, 10_000
+_FIRST = 20_000
+_PORTS = 10_000
 _MPIEXEC = "`mpiexec -n {} env MASTER_ADDR=HOST python train.py`, where HOST has rank 0"
 
 
@@ -118,7 +119,8 @@ def _check(launcher: Launcher, read: dict[str, str]) -> None:
     for name, source in sources.items():
         if not re.fullmatch("[0-9]+", read[name]):
             raise GroupError(f"{source}={read[name]!r}; the launcher sets a whole number")
-    rank, size = int(read["RANK"]), int(read["WORLD_SIZE"])
+    rank = int(read["RANK"])
+    size = int(read["WORLD_SIZE"])
     if rank >= size:
         raise GroupError(
             f"{sources['RANK']}={rank} is not below {sources['WORLD_SIZE']}={size}; start all "

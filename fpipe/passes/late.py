@@ -243,7 +243,8 @@ def row(progress: Progress, part: Parts, unit: int) -> Sequence[Tree]:
     try:
         with torch.set_grad_enabled(progress.grad_enabled):
             value = take(late, m)
-        found, first = AbstractTree.of(value), AbstractTree.of(late.taken[0])
+        found = AbstractTree.of(value)
+        first = AbstractTree.of(late.taken[0])
         if found != first:
             texts = _texts(found, first)
             raise BatchError(

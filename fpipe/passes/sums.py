@@ -143,7 +143,9 @@ class Zero(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        (slot,), spec, device = ins.writes, self.spec, machine.device
+        (slot,) = ins.writes
+        spec = self.spec
+        device = machine.device
 
         def step(r: Registers) -> None:
             r.slots[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
@@ -164,7 +166,9 @@ class Sum(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        reads, (write,), frees = ins.reads, ins.writes, ins.frees
+        reads = ins.reads
+        (write,) = ins.writes
+        frees = ins.frees
 
         def step(r: Registers) -> None:
             slots = r.slots
@@ -365,7 +369,8 @@ class _InOrder(Feature):
 
     def _total(self, stage: int) -> None:
         """The rank of the last microbatch sends the total to the other ranks of a stage."""
-        builder, last = self.builder, self.chains[stage][-1]
+        builder = self.builder
+        last = self.chains[stage][-1]
         leaves = self.leaves[stage][-1]
         totals: tuple[Key, ...] = tuple(grad(stage, leaf) for leaf in leaves)
         builder.accumulated.update(totals)

@@ -103,9 +103,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         first = next(filter(tree.is_tensor, tree.leaves(returned)), None)
         check_scalar(as_stage(config.loss).label, first)
         assert first is not None
-        aux: Tree = None
-        if call.has_aux:
-            aux = with_aux(returned)[1]
+        aux = with_aux(returned)[1] if call.has_aux else None
         if call.each is not None:
             with _explained(f"each= after microbatch {m}"):
                 aux = call.each(m, y, returned)

@@ -251,13 +251,13 @@ def _with_graph(
     if not ends:
         return replace(facts, saved=0, kept=0, dx={})
     ps, xs = map(_edges, groups[:2])
-    seen = survey(list(ends.values()), xs, ps)
+    seen = survey(ends.values(), xs, ps)
     refuse_captured(stage, (leaf for leaf in seen.foreign if not created(leaf)))
     callers = _storages(leaf for i in (0, 2, 3) for leaf in groups[i])
     if isinstance(stage.fn, Remat):
         saved = _bytes(groups[1])
     else:
-        saved = _bytes(saved_tensors(all_nodes(list(ends.values()))), callers)
+        saved = _bytes(saved_tensors(all_nodes(ends.values())), callers)
     kept = saved
     if xs:
         kept = _bytes(saved_tensors(fork.node for fork in seen.forks), callers)

@@ -346,7 +346,8 @@ class Loop:
                 state, step = members.join(own, now.step)
                 if state is not own:  # that of another copy
                     params, state = state
-                    now, last = Trained(params, state, step), {}
+                    now = Trained(params, state, step)
+                    last = {}
             leads = members is None or members.leads
             if not leads:
                 log = None
