@@ -153,11 +153,9 @@ class Costs:
         for item in filter(None, map(str.strip, text.split(","))):
             name, _, value = (word.strip() for word in item.partition("="))
             if not value or name not in _ONE_PER or name in values:
-                names = f"the names are {', '.join(_ONE_PER)}"
+                why = f"the names are {', '.join(_ONE_PER)}"
                 if name in values:
                     why = f"{name} occurs twice"
-                else:
-                    why = names
                 raise _refuse(f"{item[:60]!r} is not name=number: {why}")
             try:
                 first, *more = map(float, value.split(":"))

@@ -108,7 +108,9 @@ def variables() -> dict[str, str]:
             f"torchrun, or with {launcher.command.format(size or 'N')}"
         )
     read = {name: str(value) for name, value in found.items()}
-    read["MASTER_PORT"] = os.environ.get("MASTER_PORT") or _port(launcher)
+    job = ".".join(os.environ[name] for name in launcher.job if name in os.environ)
+    port = _FIRST + crc32(job.encode()) % _PORTS if job else _PORT
+    read["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(port)
     _check(launcher, read)
     return read
 
@@ -183,11 +185,6 @@ def _address(launcher: Launcher) -> str | None:
         return "127.0.0.1"
     nodes = _first(launcher.nodes)
     return nodes and first_host(nodes)
-
-
-def _port(launcher: Launcher) -> str:
-    job = ".".join(os.environ[name] for name in launcher.job if name in os.environ)
-    return str(_FIRST + crc32(job.encode()) % _PORTS if job else _PORT)
 
 
 def _name(names: tuple[str, ...]) -> str | None:
