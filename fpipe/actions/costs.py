@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf, nan
@@ -372,13 +373,10 @@ def _numbers(name: str, value: Any) -> Any:
 
 def number(name: str, value: object) -> float:
     """``value`` as a float, or an error that names the cost."""
-    try:
-        if isinstance(value, SupportsFloat):
+    result = nan
+    if isinstance(value, SupportsFloat):
+        with suppress(TypeError, ValueError, OverflowError):
             result = float(value)
-        else:
-            result = nan
-    except (TypeError, ValueError, OverflowError):
-        result = nan
     if name == "bandwidth":
         valid = result >= _LEAST
     else:
