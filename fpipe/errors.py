@@ -189,7 +189,8 @@ def checked(fn: F) -> F:
             name = re.sub(r".*<locals>\.|\.__(init|new)__$", "", fn.__qualname__)
             takes = str(signature(fn)).replace("'", "")
             if takes.startswith(("(self", "(cls", "(_cls")):
-                args, takes = args[1:], re.sub(r"\w+,? ?", "", takes, count=1)
+                args = args[1:]
+                takes = re.sub(r"\w+,? ?", "", takes, count=1)
             unknown = str(error).partition("unexpected keyword argument '")[2].strip("'")
             for near in get_close_matches(unknown, signature(fn).parameters, 1):
                 takes += f"; did you mean {near!r}?"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf, nan
@@ -44,7 +45,8 @@ _ONE_PER = {
     **dict.fromkeys(("load", "size"), "microbatches"),
 }
 #: Numbers other than 0: sums and quotients of smaller and larger ones are not finite.
-_LEAST, _MOST = 1e-100, 1e100
+_LEAST = 1e-100
+_MOST = 1e100
 _refuse = partial(ScheduleError, rule="costs")
 
 
@@ -152,11 +154,9 @@ class Costs:
         for item in filter(None, map(str.strip, text.split(","))):
             name, _, value = (word.strip() for word in item.partition("="))
             if not value or name not in _ONE_PER or name in values:
-                names = f"the names are {', '.join(_ONE_PER)}"
+                why = f"the names are {', '.join(_ONE_PER)}"
                 if name in values:
                     why = f"{name} occurs twice"
-                else:
-                    why = names
                 raise _refuse(f"{item[:60]!r} is not name=number: {why}")
             try:
                 first, *more = map(float, value.split(":"))
@@ -373,13 +373,10 @@ def _numbers(name: str, value: Any) -> Any:
 
 def number(name: str, value: object) -> float:
     """``value`` as a float, or an error that names the cost."""
-    try:
-        if isinstance(value, SupportsFloat):
+    result = nan
+    if isinstance(value, SupportsFloat):
+        with suppress(TypeError, ValueError, OverflowError):
             result = float(value)
-        else:
-            result = nan
-    except (TypeError, ValueError, OverflowError):
-        result = nan
     if name == "bandwidth":
         valid = result >= _LEAST
     else:

@@ -190,7 +190,8 @@ def _steps(
         return 0.0
 
     def step(op: str, stage: int) -> Step:
-        kind, (needed, provided) = KINDS[op], table[op]
+        kind = KINDS[op]
+        (needed, provided) = table[op]
         source = kind.needs[-1][1]
         user = users.get(kind.provides[0], 0)
         return (

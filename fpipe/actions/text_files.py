@@ -52,7 +52,11 @@ def write_bytes(path: str | PathLike[str], content: bytes) -> None:
         return
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        _write_beside(path, part, content)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
+        if path.exists():
+            part.chmod(path.stat().st_mode & 0o7777)
+        part.replace(path)
     except OSError as error:  # the user knows no other name than the path
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
@@ -75,15 +79,6 @@ def _write_to_stream(path: Path, content: bytes) -> None:
         if stat.S_ISREG(os.fstat(opened).st_mode) and path.parent not in _STREAMS:
             raise refused
         stream.write(content)
-
-
-def _write_beside(path: Path, part: Path, content: bytes) -> None:
-    """Write the file ``part`` and rename it to ``path``."""
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-        file.write(content)
-    if path.exists():
-        part.chmod(path.stat().st_mode & 0o7777)
-    part.replace(path)
 
 
 #: The most bytes of a file of actions, which are about eight million actions.

@@ -79,7 +79,8 @@ class Difference(NamedTuple):
         """A sentence that names the fact, both ranks by their global numbers, both values, and the
         remedy.
         """
-        (one, other), (first, second) = self.ranks, self.values
+        (one, other) = self.ranks
+        (first, second) = self.values
         remedy = _REMEDIES.get(self.fact, "pass the same arguments and options on every rank")
         return (
             f"ranks disagree about {self.fact}: rank {names[one]} has {first}, rank {names[other]} "

@@ -23,7 +23,8 @@ from ._store import Store, connection, default_store, prefixed
 
 T = TypeVar("T")
 #: seconds between the first two looks for a key; each further pause is twice as long, at most _LAST
-_FIRST, _LAST = 0.0005, 0.02
+_FIRST = 0.0005
+_LAST = 0.02
 #: seconds that the store has for an answer, also where less is left: it may be busy
 _SHORTEST = 1.0
 _CHECKED = 0.02  #: seconds between two checks of a call

@@ -126,7 +126,8 @@ class C10dGroup(Group):
         with self._monitor.connecting():
             memory = connect(self._monitor, self._agreement, self._rendezvous.gather)
         if memory is not None:
-            self._memory, self.at_once = memory, True
+            self._memory = memory
+            self.at_once = True
             self._agreement.exchange = memory.exchange
 
     def __repr__(self) -> str:
@@ -335,10 +336,12 @@ class C10dGroup(Group):
         device = _CPU if self.staged else self._device
         if mine is None:
             buffers = form.empty(device)
-            peer, doing = src, "for the shared tensors of"
+            peer = src
+            doing = "for the shared tensors of"
         else:
             buffers = [buffer.to(device) for buffer in form.pack(mine, src, src)]
-            peer, doing = None, "to share with"
+            peer = None
+            doing = "to share with"
         with self._monitor.waiting(peer, doing):
             for buffer in buffers:
                 flat = as_bytes(buffer)

@@ -167,7 +167,18 @@ def reduction(
     >>> reduction(Capabilities.of("xpu", "xccl"), "max", torch.float32).ask
     'gather'
     """
-    _check_defined(op, dtype)
+    if op not in OPS:
+        raise UnsupportedError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UnsupportedError(
+            f"a mean of {dtype} would be rounded or refused; convert to a floating dtype first"
+        )
+    if op in ("max", "min") and dtype.is_complex:
+        raise UnsupportedError(f"{dtype} has no order, so no {op}; reduce its absolute value")
+    if dtype == torch.uint64:
+        raise UnsupportedError(
+            "torch has no wider dtype to reduce uint64 in; convert to int64 first"
+        )
     divide = op == "mean"
     ask = "sum" if divide else op
     carry = dtype
@@ -185,22 +196,6 @@ def reduction(
         f"{can.backend} on {can.device} is not known to do {op} of {carry}, nor to gather it, and "
         f"{_no_cpu(can)}"
     )
-
-
-def _check_defined(op: str, dtype: torch.dtype) -> None:
-    """Raise UnsupportedError for a reduction that has no result."""
-    if op not in OPS:
-        raise UnsupportedError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
-    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise UnsupportedError(
-            f"a mean of {dtype} would be rounded or refused; convert to a floating dtype first"
-        )
-    if op in ("max", "min") and dtype.is_complex:
-        raise UnsupportedError(f"{dtype} has no order, so no {op}; reduce its absolute value")
-    if dtype == torch.uint64:
-        raise UnsupportedError(
-            "torch has no wider dtype to reduce uint64 in; convert to int64 first"
-        )
 
 
 def _no_cpu(can: Capabilities) -> str:

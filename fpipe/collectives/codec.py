@@ -360,7 +360,18 @@ def from_node(node: Node, path: str, special: Special = plain, level: int = 0) -
     if tag == "node":
         module, name, constants, rows = rest
         metadata = from_node(constants, path, special, level + 1)
-        return _node(module, name, metadata, [child for _, child in pairs(rows)], path)
+        children = tuple(child for _, child in pairs(rows))
+        entries = [
+            entry
+            for cls, entry in _node_classes().items()
+            if (cls.__module__, cls.__qualname__) == (module, name)
+        ]
+        if not entries:
+            raise ValueError(
+                f"{path} is a {module}.{name}, which is not registered as a pytree node in this "
+                "process; import its module first"
+            )
+        return entries[-1].unflatten_func(metadata, children)  # the last that was defined
     raise ValueError(f"there is no structure {tag!r}")
 
 
@@ -404,23 +415,3 @@ def _named(module: str, name: str, values: Mapping[str, object], path: str) -> o
 def _node_classes() -> Mapping[type, Any]:
     """The classes that are registered as pytree nodes, and how they are put together."""
     return optree.register_pytree_node.get(namespace=NAMESPACE)  # type: ignore[attr-defined]
-
-
-def _node(
-    module: str,
-    name: str,
-    metadata: object,
-    children: Sequence[object],
-    path: str,
-) -> object:
-    entries = [
-        entry
-        for cls, entry in _node_classes().items()
-        if (cls.__module__, cls.__qualname__) == (module, name)
-    ]
-    if not entries:
-        raise ValueError(
-            f"{path} is a {module}.{name}, which is not registered as a pytree node in this "
-            "process; import its module first"
-        )
-    return entries[-1].unflatten_func(metadata, tuple(children))  # the last that was defined

@@ -19,7 +19,8 @@ from ..errors import GroupError
 #: The port of torchrun, where the launcher does not say which job this is.
 _PORT = 29_500
 #: Ports for jobs: below those that Linux gives to clients, and those that Kubernetes gives away.
-_FIRST, _PORTS = 20_000, 10_000
+_FIRST = 20_000
+_PORTS = 10_000
 _MPIEXEC = "`mpiexec -n {} env MASTER_ADDR=HOST python train.py`, where HOST has rank 0"
 
 
@@ -107,7 +108,9 @@ def variables() -> dict[str, str]:
             f"torchrun, or with {launcher.command.format(size or 'N')}"
         )
     read = {name: str(value) for name, value in found.items()}
-    read["MASTER_PORT"] = os.environ.get("MASTER_PORT") or _port(launcher)
+    job = ".".join(os.environ[name] for name in launcher.job if name in os.environ)
+    port = _FIRST + crc32(job.encode()) % _PORTS if job else _PORT
+    read["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(port)
     _check(launcher, read)
     return read
 
@@ -118,7 +121,8 @@ def _check(launcher: Launcher, read: dict[str, str]) -> None:
     for name, source in sources.items():
         if not re.fullmatch("[0-9]+", read[name]):
             raise GroupError(f"{source}={read[name]!r}; the launcher sets a whole number")
-    rank, size = int(read["RANK"]), int(read["WORLD_SIZE"])
+    rank = int(read["RANK"])
+    size = int(read["WORLD_SIZE"])
     if rank >= size:
         raise GroupError(
             f"{sources['RANK']}={rank} is not below {sources['WORLD_SIZE']}={size}; start all "
@@ -181,11 +185,6 @@ def _address(launcher: Launcher) -> str | None:
         return "127.0.0.1"
     nodes = _first(launcher.nodes)
     return nodes and first_host(nodes)
-
-
-def _port(launcher: Launcher) -> str:
-    job = ".".join(os.environ[name] for name in launcher.job if name in os.environ)
-    return str(_FIRST + crc32(job.encode()) % _PORTS if job else _PORT)
 
 
 def _name(names: tuple[str, ...]) -> str | None:

@@ -44,7 +44,22 @@ def meet(seconds: float) -> tuple[Store, int, int]:
         _MET[address] = _connected(rank, size, seconds, end)
     store = BoundedStore(_MET[address], seconds)
     prefix = f"fpipe/init/{store.add(f'fpipe/init/{rank}', 1)}"
-    _call_roll(store, prefix, rank, size, seconds, end)
+    store.set(f"{prefix}/here/{rank}", "")
+    if store.add(f"{prefix}/count", 1) == size:
+        store.set(f"{prefix}/end", "")
+    if not store.appears(f"{prefix}/end", end):
+        missing = [other for other in range(size) if not store.check(f"{prefix}/here/{other}")]
+        store.set(f"{prefix}/end", " ".join(map(str, missing)))
+    missing = store.get(f"{prefix}/end").decode().split()
+    if missing:
+        if rank == 0:
+            time.sleep(_LINGER)
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise GroupError(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:_SHOWN])}{more} did "
+            f"not come within {seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it "
+            "may start so much later"
+        )
     return prefixed(prefix, _MET[address]), rank, size
 
 
@@ -86,30 +101,3 @@ def _connected(rank: int, size: int, seconds: float, end: float) -> Store:
             f"the store of the job does not answer within {seconds:g} s. Look at {name}, which "
             "hosts it, first; raise timeout= if it may start so much later"
         ) from None
-
-
-def _call_roll(
-    store: BoundedStore,
-    prefix: str,
-    rank: int,
-    size: int,
-    seconds: float,
-    end: float,
-) -> None:
-    """Wait until every rank has come; raises GroupError with the ranks that have not."""
-    store.set(f"{prefix}/here/{rank}", "")
-    if store.add(f"{prefix}/count", 1) == size:
-        store.set(f"{prefix}/end", "")
-    if not store.appears(f"{prefix}/end", end):
-        missing = [other for other in range(size) if not store.check(f"{prefix}/here/{other}")]
-        store.set(f"{prefix}/end", " ".join(map(str, missing)))
-    missing = store.get(f"{prefix}/end").decode().split()
-    if missing:
-        if rank == 0:
-            time.sleep(_LINGER)
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise GroupError(
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:_SHOWN])}{more} did "
-            f"not come within {seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it "
-            "may start so much later"
-        )

@@ -106,8 +106,14 @@ def init(
     picked = pick(device, variable("LOCAL_RANK", 0, default="0"))
     if not started:
         _start(picked, backend, seconds)
-    pp = _shape(pp, dp, tp)
-    key = (pp, dp, tp, picked, dist.group.WORLD)
+    world = dist.get_world_size()
+    ranks = world // (dp * tp) if pp is None else pp
+    if ranks * dp * tp != world:
+        raise GroupError(
+            f"pp={'(the rest)' if pp is None else pp} x {_copies(dp, tp)} is not the {world} "
+            f"processes that were started; start {max(ranks, 1) * dp * tp}, or leave pp out"
+        )
+    key = (ranks, dp, tp, picked, dist.group.WORLD)
     group = _GROUPS.get(key)
     if group is None or (timeout is not None and group.timeout != seconds):
         for old in _GROUPS.values():  # of a destroyed process group, or of another shape
@@ -115,7 +121,7 @@ def init(
         _GROUPS.clear()
         # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least,
         # copies of a stage more, and processes that share a stage most.
-        group = _GROUPS[key] = _group(picked, (pp, dp, tp), seconds)
+        group = _GROUPS[key] = _group(picked, (ranks, dp, tp), seconds)
     return group
 
 
@@ -250,17 +256,6 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
             f"the launcher sets, and that backend={backend!r} is in this build of "
             f"torch{too_many_files(error)}"
         ) from error
-
-
-def _shape(pp: int | None, dp: int, tp: int) -> int:
-    world = dist.get_world_size()
-    ranks = world // (dp * tp) if pp is None else pp
-    if ranks * dp * tp != world:
-        raise GroupError(
-            f"pp={'(the rest)' if pp is None else pp} x {_copies(dp, tp)} is not the {world} "
-            f"processes that were started; start {max(ranks, 1) * dp * tp}, or leave pp out"
-        )
-    return ranks
 
 
 def _copies(dp: int, tp: int) -> str:

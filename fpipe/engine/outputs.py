@@ -158,7 +158,8 @@ class Outputs(Results):
         ]
 
     def _state(self, stage: int, ranks: Sequence[int]) -> Tree:
-        rank, (here, replicated) = ranks[0], self._place_of(stage)
+        rank = ranks[0]
+        (here, replicated) = self._place_of(stage)
         if not here and not replicated:
             return None
         last = [

@@ -47,9 +47,7 @@ _MOST_TESTS = 100
 _RANDOM = ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson")
 
 
-def cut_forward(
-    module: nn.Module, cuts: Sequence[str] = (), side: Sequence[str] = ()
-) -> list[fx.Graph]:
+def cut_forward(module: nn.Module, cuts: Sequence[str], side: Sequence[str] = ()) -> list[fx.Graph]:
     """Cut the forward of a module before the first use of each submodule named in ``cuts``.
 
     The placeholders of a graph are the input and the side inputs.

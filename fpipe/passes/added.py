@@ -39,10 +39,12 @@ def adding(
     """The operations, of which those that compute what is added save memory. Those that add it
     themselves leave ``adds``.
     """
-    readers, by_name = users(operations), {op.name: op for op in operations}
+    readers = users(operations)
+    by_name = {op.name: op for op in operations}
     found: dict[str, Operation] = {**by_name}
     for op in operations:
-        value, into = op.value, adds.get(op.name, ())
+        value = op.value
+        into = adds.get(op.name, ())
         if len(into) != 1 or op.name in readers or op.name in outputs:
             continue
         if not isinstance(value, Aval) or value.kind or value.device.type != "cpu":
@@ -110,7 +112,8 @@ def add_indexed(table: Tensor, rows: Tensor, index: Tensor) -> None:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``mm`` into memory that this thread keeps. The next call writes into it again."""
-    shape, kept = (a.shape[0], b.shape[1]), vars(_kept).get("block")
+    shape = (a.shape[0], b.shape[1])
+    kept = vars(_kept).get("block")
     nbytes = math.prod(shape) * a.dtype.itemsize
     if kept is None or kept.numel() < nbytes:
         kept = _kept.block = torch.empty(nbytes, dtype=torch.uint8)

@@ -120,8 +120,7 @@ class _Losses(torch.autograd.Function):
         chunk: int,
         ignored: int,
     ) -> tuple[Tensor, Tensor]:
-        losses, norms = chunked_losses(hidden, weight, targets, chunk, ignored)
-        return losses, norms
+        return chunked_losses(hidden, weight, targets, chunk, ignored)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -145,8 +144,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(of_weight: bool, *args: Any) -> Tensor:
-        gradient: Tensor = chunked_gradient(of_weight, *args)
-        return gradient
+        return chunked_gradient(of_weight, *args)
 
     @staticmethod
     def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
@@ -205,7 +203,10 @@ def chunked_gradient(
     like, dtype = (weight, weight.dtype) if of_weight else (hidden, _wide(hidden))
     gradient = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     for start, logits in _logits(hidden, weight, chunk):
-        dlogits = _dlogits(logits, targets, norms, scale, start)
+        place, inside = _places(targets, start, logits)
+        dlogits = logits.sub_(norms[:, None]).exp_()  # in the memory of the logits
+        dlogits.scatter_add_(1, place[:, None], -inside[:, None].to(logits.dtype))
+        dlogits.mul_(scale[:, None])
         part = slice(start, start + chunk)
         if of_weight:
             torch.mm(dlogits.to(hidden.dtype).T, hidden, out=gradient[part])
@@ -219,14 +220,6 @@ def _logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[int, T
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, weight.shape[0], chunk):
             yield start, (hidden @ weight[start : start + chunk].T).to(_wide(hidden))
-
-
-def _dlogits(logits: Tensor, targets: Tensor, norms: Tensor, scale: Tensor, start: int) -> Tensor:
-    """The gradient of a part of the logits, in their memory."""
-    place, inside = _places(targets, start, logits)
-    probabilities = logits.sub_(norms[:, None]).exp_()
-    probabilities.scatter_add_(1, place[:, None], -inside[:, None].to(logits.dtype))
-    return probabilities.mul_(scale[:, None])
 
 
 def _places(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:

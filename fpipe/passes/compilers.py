@@ -39,7 +39,8 @@ def compiled(programs: Programs, backend: str) -> Programs:
     if backend == "addmm":
         return replace(programs, compiler=Compiler({}), origin=None)
     grads = {name for name in programs.dps if name is not None}
-    parts, made = dict[str, tuple[Program, list[Operation]]](), dict[str, Program]()
+    parts = dict[str, tuple[Program, list[Operation]]]()
+    made = dict[str, Program]()
     for letter in "fbiw":
         program: Program = getattr(programs, letter)
         if program.operations:
@@ -103,9 +104,11 @@ def _adding_products(
     operations: Sequence[Operation], adds: dict[str, Sequence[str]], outputs: Sequence[str]
 ) -> list[Operation]:
     """The operations, of which products add into sums themselves and leave ``adds``."""
-    readers, found = users(operations), {op.name: op for op in operations}
+    readers = users(operations)
+    found = {op.name: op for op in operations}
     for op in operations:
-        into, source = adds.get(op.name, ()), op
+        into = adds.get(op.name, ())
+        source = op
         if op.target is _aten.t.default and len(readers[op.args[0]]) == 1:
             source = found.get(op.args[0], op)
         named = {op.name, source.name}.intersection(outputs) or op.name in readers
@@ -150,7 +153,8 @@ def _in_turn(program: Program, first: Program, last: Sequence[Operation], adds: 
     known = {name: at for at, name in enumerate((*program.inputs, *first.outputs))}
     reads = [name for name in dict.fromkeys([*read, *program.outputs]) if name in known]
     end = Program.of(program.name, last, reads, program.outputs, program.constants)
-    begins, ends = [known[name] for name in first.inputs], [known[name] for name in reads]
+    begins = [known[name] for name in first.inputs]
+    ends = [known[name] for name in reads]
 
     def run(box: list[object]) -> tuple[object, ...]:
         values = [*box]

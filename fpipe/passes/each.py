@@ -33,7 +33,8 @@ class _OnRank(Feature):
         self.builder = builder
 
     def after(self, action: Action) -> None:
-        builder, (stage, op, mb) = self.builder, action
+        builder = self.builder
+        (stage, op, mb) = action
         if op != "F" or stage != builder.job.stages - 1:
             return
         kind = builder.job.kind(mb)

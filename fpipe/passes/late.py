@@ -28,7 +28,6 @@ from ..devices import wide
 from ..engine import side_inputs
 from ..engine.arguments import Call
 from ..engine.calls import surrounded
-from ..engine.config import Config
 from ..engine.microbatches import Absent, Microbatches, Weighted
 from ..engine.parts import Parts, Weights
 from ..engine.request import Request
@@ -147,7 +146,9 @@ class LateCall(Call):
                 "before its first backward; give Microbatches(..., count=, weights=)"
             )
         if option not in config.more:
-            vars(self)["config"] = _with_option(config, option)
+            variant = copy(config)  # with what follows from the other options
+            vars(variant)["more"] = (*config.more, option)
+            vars(self)["config"] = variant
 
     # ---- the loss ----
     @cached_property
@@ -232,13 +233,6 @@ def _late(part: Parts) -> Late:
     return part.late
 
 
-def _with_option(config: Config, option: Taking) -> Config:
-    """A configuration with one option more; what follows from the others is kept."""
-    variant = copy(config)
-    vars(variant)["more"] = (*config.more, option)
-    return variant
-
-
 # ---- what is taken ----
 def row(progress: Progress, part: Parts, unit: int) -> Sequence[Tree]:
     """The leaves of an argument for a unit; those of the first one after an error."""
@@ -249,7 +243,8 @@ def row(progress: Progress, part: Parts, unit: int) -> Sequence[Tree]:
     try:
         with torch.set_grad_enabled(progress.grad_enabled):
             value = take(late, m)
-        found, first = AbstractTree.of(value), AbstractTree.of(late.taken[0])
+        found = AbstractTree.of(value)
+        first = AbstractTree.of(late.taken[0])
         if found != first:
             texts = _texts(found, first)
             raise BatchError(
@@ -458,7 +453,13 @@ class Taken(Op):
             progress = r.slots[slot_of_progress]
             counts = _compared(progress, machine, self.after)
             # Gradients of a stage are complete once all weights were counted, also in one process.
-            factor = _entered(progress, counts, machine.device) if counts else 1.0
+            factor = 1.0
+            if counts:  # the weights of all losses
+                total = feature("weighting").total_of(counts, progress.call.config.copies)
+                weights = [count / total for count in counts]
+                device = machine.device
+                progress.weights[:] = [weight.to(device, wide(device)) for weight in weights]
+                factor = _base(progress.call, float(counts[0])) / float(total)
             for slot in slots:
                 r.slots[slot] = r.slots[slot] * factor
 
@@ -500,14 +501,6 @@ def _failure(progress: Progress, groups: Sequence[Group]) -> BatchError:
     for one in groups:
         one.leave(error)
     return error
-
-
-def _entered(progress: Progress, counts: Sequence[torch.Tensor], device: torch.device) -> float:
-    """Enter the weights of all losses; returns what gradients must be multiplied by."""
-    copies = progress.call.config.copies
-    total = feature("weighting").total_of(counts, copies)
-    progress.weights[:] = [(count / total).to(device, wide(device)) for count in counts]
-    return _base(progress.call, float(counts[0])) / float(total)
 
 
 def _base(call: Call, first: float) -> float:

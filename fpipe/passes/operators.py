@@ -95,7 +95,8 @@ def spell_out(graph: GraphModule) -> None:
     for place, node in enumerate(nodes):
         op = operator_of(node)
         if node.target is _RNN:
-            node.target, node.args = keeping, (node.target, *node.args)
+            node.args = (node.target, *node.args)
+            node.target = keeping
         if op is not None and updates_statistics(op, node.args):
             _return_statistics(graph.graph, node, set(nodes[place + 1 :]))
     _resolve(graph)

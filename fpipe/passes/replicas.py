@@ -213,7 +213,8 @@ class _Copy(NamedTuple):
         self, done: dict[Op, int], clock: float, ends: dict[tuple[int, Op, int], float]
     ) -> tuple[float, int, Op]:
         """When the rank can run something, and what: of one time F, then the backward, then W."""
-        lane, backward = self.lane, self.backward
+        lane = self.lane
+        backward = self.backward
 
         def start(op: Op, by: int) -> float:
             """When the next one can start; infinity: what it needs has not run."""

@@ -143,7 +143,9 @@ class Zero(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        (slot,), spec, device = ins.writes, self.spec, machine.device
+        (slot,) = ins.writes
+        spec = self.spec
+        device = machine.device
 
         def step(r: Registers) -> None:
             r.slots[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
@@ -164,7 +166,9 @@ class Sum(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        reads, (write,), frees = ins.reads, ins.writes, ins.frees
+        reads = ins.reads
+        (write,) = ins.writes
+        frees = ins.frees
 
         def step(r: Registers) -> None:
             slots = r.slots
@@ -365,7 +369,8 @@ class _InOrder(Feature):
 
     def _total(self, stage: int) -> None:
         """The rank of the last microbatch sends the total to the other ranks of a stage."""
-        builder, last = self.builder, self.chains[stage][-1]
+        builder = self.builder
+        last = self.chains[stage][-1]
         leaves = self.leaves[stage][-1]
         totals: tuple[Key, ...] = tuple(grad(stage, leaf) for leaf in leaves)
         builder.accumulated.update(totals)
@@ -394,7 +399,17 @@ class _InOrder(Feature):
             keys = self._keys(coming.stage, coming.unit, leaves)
             self._get(sender, coming.stage, leaves, keys)
             self.received.add(coming)
-            self._settle(coming)
+            # what this rank sent for the stage has arrived: the sum came by way of it
+            for rank, sent in self.unsettled.items():
+                known = [
+                    count
+                    for count, one in enumerate(sent, 1)
+                    if one.stage == coming.stage and one.place < coming.place
+                ]
+                if known:
+                    for _ in range(known[-1]):
+                        sent.popleft()
+                    self.builder.out.append(Instruction(Settle(rank, known[-1])))
 
     def _send(self, step: Step, rank: int) -> None:
         """Send the running sum after a step."""
@@ -402,19 +417,6 @@ class _InOrder(Feature):
         self._put(rank, step.stage, leaves, self._keys(step.stage, self.since[step.stage], leaves))
         if leaves and self.builder.job.wired:
             self.unsettled[rank].append(step)
-
-    def _settle(self, coming: Step) -> None:
-        """Settle the sums that this rank sent for a stage: the next one came by way of them."""
-        for rank, sent in self.unsettled.items():
-            known = [
-                count
-                for count, step in enumerate(sent, 1)
-                if step.stage == coming.stage and step.place < coming.place
-            ]
-            if known:
-                for _ in range(known[-1]):
-                    sent.popleft()
-                self.builder.out.append(Instruction(Settle(rank, known[-1])))
 
     def _get(self, rank: int, stage: int, leaves: Sequence[int], keys: tuple[Key, ...]) -> None:
         out = self.builder.out

@@ -62,7 +62,10 @@ def settle(steps: Steps) -> None:
     if all(tensor() is None for tensor in kept.values()):
         return
     with outside(), without_autocast(), torch.no_grad(), torch.inference_mode(False):
-        values = _computed(again)
+        values: dict[int, Tensor] = {}
+        for op, args, kwargs, returns in again:
+            args, kwargs = replaced((args, kwargs), _Place, lambda place: values[place.number])
+            values.update(zip(returns, tensors_in([op(*args, **kwargs)]), strict=True))
         for number in list(kept):
             tensor = kept.pop(number)()
             if tensor is not None and number in values:
@@ -97,15 +100,6 @@ def _placed(value: Any, places: dict[int, int]) -> Any:
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
         value = replaced(value, kind, lambda symbol: symbol.node.hint)
     return replaced(value, Tensor, lambda t: _Place(places[id(t)]) if is_fake(t) else t)
-
-
-def _computed(steps: Iterable[_Step]) -> dict[int, Tensor]:
-    """What steps return, with data."""
-    values: dict[int, Tensor] = {}
-    for op, args, kwargs, returns in steps:
-        args, kwargs = replaced((args, kwargs), _Place, lambda place: values[place.number])
-        values.update(zip(returns, tensors_in([op(*args, **kwargs)]), strict=True))
-    return values
 
 
 def _give(tensor: Tensor, value: Tensor) -> None:

@@ -74,8 +74,11 @@ def receive(
         pairs = agree(pipe, named_tensors)
     names = Names(pipe)
     expected = agree(pipe, lambda: names.expected(like))
-    trees = {stage: tree for stage, tree in enumerate(expected) if tree is not None}
-    templates = {stage: names.tree(stage, tree, whole=True) for stage, tree in trees.items()}
+    templates = {
+        stage: names.tree(stage, like, whole=True)
+        for stage, like in enumerate(expected)
+        if like is not None
+    }
     wanted = _wanted(names, templates)
     seen = set[str]()
     taken = dict[str, Tensor]()
@@ -89,7 +92,20 @@ def receive(
                 taken[name] = tensor.to(tensor.dtype if is_kept else dtype, copy=True)
         except Exception as error:  # the other processes go on until all have seen all names
             fault = error
-    params = agree(pipe, lambda: _built(names, templates, taken, fault))
+
+    def built() -> list[Tree]:
+        if fault is not None:
+            raise fault
+        params: list[Tree] = [None] * pipe.stages
+        for stage in pipe.here:
+            if (here := templates.get(stage)) is not None:
+                values = [_checked(stage, leaf.key, leaf.value, taken) for leaf in here.leaves]
+                params[stage] = tree.unflatten(here.spec, values)
+            else:
+                params[stage] = _nested(names, stage, taken)
+        return params
+
+    params = agree(pipe, built)
     remedy = "pass the tensors of this model alone"
     check_unused(pipe, seen, taken, "no stage takes {}", remedy, strict)
     return pipe.shard(params)
@@ -103,26 +119,6 @@ def _wanted(names: Names, templates: Mapping[int, StageTree]) -> Callable[[str],
     unknown = [names.stages[stage] for stage in names.pipe.here if stage not in templates]
     heads = [head for stage in unknown for head in stage.heads.values()]
     return lambda name: name in keys or any(after(name, head) is not None for head in heads)
-
-
-def _built(
-    names: Names,
-    templates: Mapping[int, StageTree],
-    taken: Mapping[str, Tensor],
-    fault: Exception | None,
-) -> list[Tree]:
-    """Parameters by stage from tensors by name."""
-    if fault is not None:
-        raise fault
-    params: list[Tree] = [None] * names.pipe.stages
-    for stage in names.pipe.here:
-        if stage in templates:
-            here = templates[stage]
-            values = [_checked(stage, leaf.key, leaf.value, taken) for leaf in here.leaves]
-            params[stage] = tree.unflatten(here.spec, values)
-        else:
-            params[stage] = _nested(names, stage, taken)
-    return params
 
 
 def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) -> object:

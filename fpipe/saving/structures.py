@@ -42,10 +42,7 @@ def describe_stage(
             stages[part.name] = to_node(value, path, leaf, fields=False)
             return ["part", part.name]
         if not isinstance(value, (list, tuple)) or len(value) != len(part.numbers):
-            if isinstance(value, (list, tuple)):
-                size = len(value)
-            else:
-                size = f"a {type(value).__name__}"
+            size = len(value) if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
             raise CheckpointError(
                 f"layers= of stage {of.index} numbers {len(part.numbers)} blocks, "
                 f"{list(part.numbers)}, and its parameters have {size} at {path or 'the top'!r}; "
@@ -61,18 +58,13 @@ def describe_stage(
     node = to_node(params, "", special, fields=False)
     if rest or not of.parts:
         return found, node
-    _check_composed(found, of, here)
-    return found, None
-
-
-def _check_composed(found: Structures, of: StageNames, here: StageTree) -> None:
-    """Raise CheckpointError unless a stage whose leaves are all in parts can be put together."""
     if tree.flatten(found.expand(of, lambda node, path: 0))[1] != here.spec:
         raise CheckpointError(
             f"layers= of stage {of.index} has the paths {list(of.parts)}, and its parameters are "
             "not nested dicts with these keys, and lists of blocks; use such, so that they can "
             "be put together again"
         )
+    return found, None
 
 
 def nested(rows: Mapping[str, Any], *, lists: bool = False) -> tree.Tree:

@@ -215,7 +215,14 @@ class _Job:
                     files[name], found = write(self.folder / name, [p.entry for p in group])
                     for place, where in zip(group, found, strict=True):
                         pieces.append([place.key, place.first, place.last, name, *where])
-            self._list([files, pieces, [_hash(place) for place in places if place.repeated]])
+            # all places of a leaf hold the same; parts that begin and end elsewhere are not
+            # compared
+            hashes = [
+                [p.key, p.first, p.last, p.where, sha256(to_bytes(p.tensor)).hexdigest()]
+                for p in places
+                if p.repeated
+            ]
+            self._list([files, pieces, hashes])
         except Exception as error:
             self._list(f"{type(error).__name__}: {error}")
             raise
@@ -273,11 +280,3 @@ class _Job:
                     f"{missing[0]} did not appear; its process ended, or does not see this folder"
                 )
             time.sleep(_POLL)
-
-
-def _hash(place: Place) -> tuple[str, int, int, str, str]:
-    """A leaf, its elements, where they are, and their hash. All places of a leaf hold the same;
-    parts that begin and end elsewhere are not compared.
-    """
-    digest = sha256(to_bytes(place.tensor)).hexdigest()
-    return place.key, place.first, place.last, place.where, digest

@@ -205,7 +205,8 @@ class FakeGroup(Group):
     def _until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Pause until ready; raises if the peer is gone or the time-out has passed."""
         world = self._world
-        me, other = self._members[self.rank], self._members[peer]
+        me = self._members[self.rank]
+        other = self._members[peer]
 
         def gone() -> bool:
             return world.gone(other) or peer in self._network.left

@@ -128,7 +128,8 @@ class LaneWriter(_End):
         count = self.count
         notes = self.notes
         note = 2 * (count % NOTES)
-        notes[note], notes[note + 1] = start, size + self.head[0]
+        notes[note] = start
+        notes[note + 1] = size + self.head[0]
         self._end = end = start + size
         if end > KEEP:
             self._used = max(self._used, end)

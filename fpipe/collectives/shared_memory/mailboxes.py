@@ -54,7 +54,9 @@ class SharedMemory:
     ):
         self._monitor = monitor
         self._agreement = agreement
-        self._outbox, self._peers, head = outbox, peers, agreement.head
+        self._outbox = outbox
+        self._peers = peers
+        head = agreement.head
         self._writers = {
             (dst, kind): LaneWriter(outbox.lane(dst, kind), head)
             for dst in peers

@@ -52,29 +52,17 @@ class Weights:
     ):
         self.pipe = pipe
         self.compute = compute
-        shared = dict[str, nn.Parameter]()
-        self.leaves = [
-            None if row is None else self._leaves(stage, row, shared)
-            for stage, row in enumerate(params)
-        ]
-
-    def _leaves(
-        self,
-        stage: int,
-        row: Mapping[str, Tensor],
-        shared: dict[str, nn.Parameter],
-    ) -> dict[str, nn.Parameter]:
-        """Return the leaves of a stage; one for tied parameters of stages here, unless these are
-        parts.
-        """
-        config = self.pipe.config
-        ties = {} if self.pipe.parts else dict(config.functions[stage].ties)
-        trained = dict(zip(tree.names(row), config.trained(stage, row), strict=True))
-        leaves = dict[str, nn.Parameter]()
-        for name, part in row.items():
-            leaf = nn.Parameter(part, requires_grad=trained[name] and part.is_floating_point())
-            leaves[name] = shared.setdefault(ties[name], leaf) if name in ties else leaf
-        return leaves
+        self.leaves: list[dict[str, nn.Parameter] | None] = [None] * len(params)
+        shared = dict[str, nn.Parameter]()  # by tie of stages here, unless their leaves are parts
+        for stage, row in enumerate(params):
+            if row is None:
+                continue
+            ties = {} if pipe.parts else dict(pipe.config.functions[stage].ties)
+            trained = dict(zip(tree.names(row), pipe.config.trained(stage, row), strict=True))
+            leaves = self.leaves[stage] = {}
+            for name, part in row.items():
+                leaf = nn.Parameter(part, requires_grad=trained[name] and part.is_floating_point())
+                leaves[name] = shared.setdefault(ties[name], leaf) if name in ties else leaf
 
     def __iter__(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         for stage, row in enumerate(self.leaves):

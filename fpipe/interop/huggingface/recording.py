@@ -66,11 +66,6 @@ def observed_by(observer: Observer | None) -> Iterator[None]:
         _OBSERVER.reset(token)
 
 
-def is_between_units() -> bool:
-    """Return whether the code between observed units runs."""
-    return _OBSERVER.get() is not None
-
-
 def result_of(out: Tree) -> Tensor:
     """Return the tensor that the last stage returns: logits, or the last hidden state."""
     named = (getattr(out, name, None) for name in ("logits", "last_hidden_state"))
@@ -165,7 +160,8 @@ class Recording(TorchDispatchMode):
         kwargs: Mapping[str, Tree] | None = None,
     ) -> Tree:
         out = func(*args, **(kwargs or {}))
-        if is_between_units() and func.overloadpacket not in _SIZES:
+        between_units = _OBSERVER.get() is not None
+        if between_units and func.overloadpacket not in _SIZES:
             labels = self._among((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 labels |= {Value(RANDOM, next(self.draws))}

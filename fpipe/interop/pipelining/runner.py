@@ -115,8 +115,18 @@ class StepRunner:
         self.described: Sequence[Stage] = ()  # all stages, once a pipeline was built
         self.built = dict[Hashable, tuple[Bound, dict[Hashable, Pipeline]]]()
 
-    def _bound(self) -> tuple[Bound, dict[Hashable, Pipeline]]:
-        """Return the modules in their present modes, and the pipelines over them by schedule."""
+    def _state(self, module: nn.Module | None) -> list[str]:
+        if module is None:
+            return []
+        if self.fallbacks.state:
+            return [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        return changing_buffers(module, always=True)
+
+    def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
+        """Return the modules in their present modes, and the pipeline of a schedule over them.
+
+        The first call of a process is one of all.
+        """
         modes = [part.training for module in self.modules.values() for part in module.modules()]
         key = (self.fallbacks, *modes)
         if key not in self.built or self.built[key][0].unfrozen():
@@ -127,21 +137,7 @@ class StepRunner:
             options = {"engine": "eager"} if eager else {"compile": "inductor"} if compiled else {}
             build = partial(_StepFunction, side=["kwargs"])
             self.built[key] = bound_to(modules, states, build, self.described, **options), {}
-        return self.built[key]
-
-    def _state(self, module: nn.Module | None) -> list[str]:
-        if module is None:
-            return []
-        if self.fallbacks.state:
-            return [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        return changing_buffers(module, always=True)
-
-    def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
-        """Return the modules and the pipeline of a schedule over them.
-
-        The first call of a process is one of all.
-        """
-        bound, pipes = self._bound()
+        bound, pipes = self.built[key]
         plain = _plain_values(self.loss)
         if (schedule, plain) not in pipes:
             loss: Tree = None if self.loss is None else _StepLoss(self.loss, plain)

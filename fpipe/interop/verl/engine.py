@@ -379,23 +379,19 @@ class FpipeEngine(base.BaseEngine):
             more |= {"epoch": self.scheduler.last_epoch, "rates": self.scheduler.get_last_lr()}
         self.weights.save(path, self.optimizer if "optimizer" in contents else None, more)
         if first:
-            self._write_model(path, "hf_model" in contents)
+            folder = path.with_name("huggingface")
+            if "hf_model" in contents:
+                shutil.rmtree(folder, ignore_errors=True)
+                export_model(path, folder)
+            model = self.model_config
+            for part in (model.hf_config, model.get_processor(), model.generation_config):
+                if part is not None:
+                    part.save_pretrained(folder)
             # this run removes checkpoints that it wrote before the last ones
             self.saved = [*(path for path in self.saved if path != local_path), local_path]
             while 0 < (max_ckpt_to_keep or 0) < len(self.saved):
                 shutil.rmtree(self.saved.pop(0), ignore_errors=True)
         dist.barrier()
-
-    def _write_model(self, path: Path, weights: bool) -> None:
-        """Write configurations, and the weights of a checkpoint, as a model of Hugging Face."""
-        folder = path.with_name("huggingface")
-        model = self.model_config
-        if weights:
-            shutil.rmtree(folder, ignore_errors=True)
-            export_model(path, folder)
-        for part in (model.hf_config, model.get_processor(), model.generation_config):
-            if part is not None:
-                part.save_pretrained(folder)
 
     def load_checkpoint(
         self,

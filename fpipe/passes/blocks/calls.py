@@ -123,10 +123,9 @@ class Call:
 
     def forward(self) -> Graph:
         """The graph of the call; without a backward where it has none."""
-        cotangents = (None,) * len(self.definition.outputs.y.leaves)
         if self.traced:
             return self.traced[0]
-        return _graph(self, cotangents)
+        return _graph(self, (None,) * len(self.definition.outputs.y.leaves))
 
 
 _NUMBERS = count()
@@ -174,7 +173,7 @@ def _definition(
     arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
     count = sum(t.is_leaf for t in tensors)
     fn = block.fn
-    captured = _captured(block.fn)
+    captured = _captured(fn)
     # Tracing itself changes autocast's cache and the modes of functions.
     cached = torch.is_autocast_cache_enabled()
     state = cached, torch.get_default_dtype(), *(kernel() for kernel in KERNELS)

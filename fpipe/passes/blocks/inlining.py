@@ -114,7 +114,10 @@ def _put(body: _Body, node: Node, call: Node) -> None:
     copy = body.nodes[node] = body.into.graph.create_node(node.op, node.target, name=node.name)
     copy.args, copy.kwargs = map_arg((node.args, node.kwargs), body.nodes.__getitem__)
     copy.meta = {"val": node.meta.get("val")}
-    custom = {**call.meta.get("custom", {}), **_annotations(body, node)}
+    custom = {**call.meta.get("custom", {}), **node.meta.get("custom", {})}
+    if "fpipe_remat" in node.meta.get("custom", {}):  # a region of this call alone
+        region = custom["fpipe_remat"]
+        custom["fpipe_remat"] = body.regions.setdefault(region, object())
     if custom:
         copy.meta["custom"] = custom
     value = value_of(node)
@@ -137,15 +140,6 @@ def _constant(body: _Body, node: Node) -> Node:
     if isinstance(value, torch.Tensor):
         body.constants[node] = ("captured", storage_id(value))
     return copy
-
-
-def _annotations(body: _Body, node: Node) -> dict[str, object]:
-    """The annotations of a node, with regions of this call alone."""
-    annotations = dict(node.meta.get("custom", {}))
-    if "fpipe_remat" in annotations:
-        region = annotations["fpipe_remat"]
-        annotations["fpipe_remat"] = body.regions.setdefault(region, object())
-    return annotations
 
 
 def _same_storage(body: _Body, inner: Node, outer: Node) -> None:

@@ -212,7 +212,13 @@ def _steps(
     row; ``added`` grows meanwhile.
     """
     row = job.schedule[rank]
-    summed_first = _summed_first(of, job, rank)
+    placement = job.schedule.placement
+    tied = {stage for group in of.tied for stage, _ in group}
+    summed_first = [  # over ranks or stages, before the copies reduce them
+        stage
+        for stage in placement.stages_of(rank)
+        if stage in tied or len(placement.ranks_of(stage)) > 1
+    ]
     ends: dict[int, int] = {}  # by stage, the position after its last gradient
     for position, entry in enumerate(row, 1):
         for part in entry.parts:
@@ -302,17 +308,6 @@ def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int
         if params.intersection(of.layouts[stage].shapes):
             stages[stage] = None
     return list(stages)
-
-
-def _summed_first(of: OfCopies, job: LoweringInput, rank: int) -> list[int]:
-    """Stages here whose gradients are summed over ranks or stages before the copies reduce them."""
-    tied = {stage for group in of.tied for stage, _ in group}
-    placement = job.schedule.placement
-    return [
-        stage
-        for stage in placement.stages_of(rank)
-        if stage in tied or len(placement.ranks_of(stage)) > 1
-    ]
 
 
 def _reduces(

@@ -82,11 +82,14 @@ class Layout:
             if of_kind[-1] and elements * leaf.itemsize > limit:
                 of_kind.append({})
             of_kind[-1][index] = leaf.numel()
-        buckets = [
-            _bucket(dtype, flag, row, parts)
-            for (dtype, flag), of_kind in rows.items()
-            for row in of_kind
-        ]
+        buckets: list[Bucket] = []
+        for (dtype, flag), of_kind in rows.items():
+            grain = max(_ALIGNED // dtype.itemsize, 1)
+            for row in of_kind:
+                padded = (_padded(size, grain) for size in row.values())
+                *starts, end = accumulate(padded, initial=0)
+                whole = _padded(end, grain * parts)
+                buckets.append(Bucket(dtype, flag, tuple(row), tuple(starts), whole))
         return cls(shapes, tuple(buckets), part, parts)
 
     @cached_property
@@ -150,13 +153,6 @@ class Layout:
             memory[start : start + self.numel(leaf)].view(self.shapes[leaf])
             for leaf, start in zip(bucket.leaves, bucket.starts, strict=True)
         ]
-
-
-def _bucket(dtype: torch.dtype, trained: bool, sizes: Mapping[int, int], parts: int) -> Bucket:
-    """A bucket of leaves with so many elements each."""
-    grain = max(_ALIGNED // dtype.itemsize, 1)
-    *starts, end = accumulate((_padded(size, grain) for size in sizes.values()), initial=0)
-    return Bucket(dtype, trained, tuple(sizes), tuple(starts), _padded(end, grain * parts))
 
 
 def _padded(size: int, grain: int) -> int:

@@ -90,7 +90,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         y = x.tree(m)
         extra: Tensor | None = None
         for s, stage in enumerate(config.functions):
-            returned = run(stage, s, m, [_like(wide[s], call.params[s])], y)
+            returned = run(stage, s, m, [tree.tree_map(_narrowed, wide[s], call.params[s])], y)
             y, more, *_ = result_of(stage, returned)
             check_aux(stage, more)
             if more is not None:
@@ -103,9 +103,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         first = next(filter(tree.is_tensor, tree.leaves(returned)), None)
         check_scalar(as_stage(config.loss).label, first)
         assert first is not None
-        aux: Tree = None
-        if call.has_aux:
-            aux = with_aux(returned)[1]
+        aux = with_aux(returned)[1] if call.has_aux else None
         if call.each is not None:
             with _explained(f"each= after microbatch {m}"):
                 aux = call.each(m, y, returned)
@@ -202,12 +200,8 @@ def _wide(call: Call) -> Sequence[Tree]:
     return wide
 
 
-def _like(wide: Tree, params: Tree) -> Tree:
-    """Parameters in their own dtypes again, for one microbatch."""
-
-    def narrowed(value, leaf):
-        if tree.is_tensor(value):
-            return value.to(leaf.dtype)
-        return value
-
-    return tree.tree_map(narrowed, wide, params)
+def _narrowed(value, leaf):
+    """A parameter in its own dtype again, for one microbatch."""
+    if tree.is_tensor(value):
+        return value.to(leaf.dtype)
+    return value

@@ -92,7 +92,11 @@ class StageFacts:
 def facts_of(stage: Stage, signature: Signature, unused: frozenset[int]) -> StageFacts:
     """Find out what ``stage`` returns; the outputs ``unused`` have no cotangent."""
     if stage.like is not None:
-        return _declared(stage, signature, unused)
+        like = replace(stage, fn=stage.like, like=None, name=f"{stage.label} (its like=)")
+        with explained(like.label, str(signature)), Fake():
+            result = call(like, signature, fake_inputs(signature), False)
+            outputs = outputs_from(like, result, False)
+        return _for_any_path(StageFacts(replace(outputs, unused=unused)), signature)
     errors = []
     steps: Steps = []
     with ExitStack() as stack:
@@ -114,13 +118,6 @@ def facts_of(stage: Stage, signature: Signature, unused: frozenset[int]) -> Stag
                     return facts
                 return _for_any_path(facts, signature)
     raise _unknown(stage, signature, *errors) from errors[1]
-
-
-def _declared(stage: Stage, signature: Signature, unused: frozenset[int]) -> StageFacts:
-    like = replace(stage, fn=stage.like, like=None, name=f"{stage.label} (its like=)")
-    with explained(like.label, str(signature)), Fake():
-        outputs = outputs_from(like, call(like, signature, fake_inputs(signature), False), False)
-    return _for_any_path(StageFacts(replace(outputs, unused=unused)), signature)
 
 
 def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
@@ -254,13 +251,13 @@ def _with_graph(
     if not ends:
         return replace(facts, saved=0, kept=0, dx={})
     ps, xs = map(_edges, groups[:2])
-    seen = survey(list(ends.values()), xs, ps)
+    seen = survey(ends.values(), xs, ps)
     refuse_captured(stage, (leaf for leaf in seen.foreign if not created(leaf)))
     callers = _storages(leaf for i in (0, 2, 3) for leaf in groups[i])
     if isinstance(stage.fn, Remat):
         saved = _bytes(groups[1])
     else:
-        saved = _bytes(saved_tensors(all_nodes(list(ends.values()))), callers)
+        saved = _bytes(saved_tensors(all_nodes(ends.values())), callers)
     kept = saved
     if xs:
         kept = _bytes(saved_tensors(fork.node for fork in seen.forks), callers)

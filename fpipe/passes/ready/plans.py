@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
+from itertools import chain
 
 from ...collectives.bounded import in_thread
 from ...collectives.group import Pending as Arrival
@@ -59,11 +60,12 @@ class _OnRank(Feature):
         lanes, alone = _lanes(plan, streams)
         nodes = nodes_of(plan, lanes, alone)
         instructions = tuple(_instructions(plan, lanes))
-        slots = _Slots(plan)
-        given["instructions"] = tuple(map(slots.place, instructions, plan.uses))
-        given["slots"] = len(slots.of)
-        given["feeds"] = {key: slots.of[key] for key in plan.feeds}
-        given["results"] = {key: slots.of[key] for key in plan.results}
+        keys = chain(plan.feeds, *(ins.writes for ins in plan.keyed), plan.results)
+        slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys))}
+        given["instructions"] = tuple(map(partial(_placed, slots), instructions, plan.uses))
+        given["slots"] = len(slots)
+        given["feeds"] = {key: slots[key] for key in plan.feeds}
+        given["results"] = {key: slots[key] for key in plan.results}
         return ReadyPlan(
             **given,
             window=self.window,
@@ -97,11 +99,8 @@ class ReadyPlan(Plan):
     @cached_property
     def draws(self) -> bool:
         """Whether a program draws random numbers."""
-        for ins in self.instructions:
-            program = ins.program
-            if program is not None and program.random:
-                return True
-        return False
+        programs = [ins.program for ins in self.instructions]
+        return any(program is not None and program.random for program in programs)
 
     chosen = steps_in_order
 
@@ -111,28 +110,15 @@ class ReadyPlan(Plan):
 
 
 # ---- slots ----
-class _Slots:
-    """One slot for each key."""
-
-    def __init__(self, plan: Plan):
-        self.of: dict[Key, int] = {}
-        keys: list[Key] = [*plan.feeds]
-        for ins in plan.keyed:
-            keys += ins.writes
-        keys += plan.results
-        for key in keys:
-            if key not in self.of:
-                self.of[key] = len(self.of)
-
-    def place(self, ins: Instruction, use: Use) -> Instruction:
-        """An instruction over slots."""
-        ends, needed = use
-        writes = []
-        for key, later in zip(ins.writes, needed, strict=True):
-            writes.append(self.of[key] if later else -1)
-        reads = tuple(self.of[key] for key in ins.reads)
-        frees = tuple(reads[place] for place in ends)
-        return Instruction(ins.op, ins.action, reads, tuple(writes), frees)
+def _placed(slots: Mapping[Key, int], ins: Instruction, use: Use) -> Instruction:
+    """An instruction over slots, one for each key."""
+    ends, needed = use
+    writes = []
+    for key, later in zip(ins.writes, needed, strict=True):
+        writes.append(slots[key] if later else -1)
+    reads = tuple(slots[key] for key in ins.reads)
+    frees = tuple(reads[place] for place in ends)
+    return Instruction(ins.op, ins.action, reads, tuple(writes), frees)
 
 
 # ---- messages ----

@@ -296,24 +296,22 @@ def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) 
 
     def given(argument: int) -> AbstractTree:
         leaves = iter(signature[argument].avals)
-        return signature[argument].with_avals(
-            lambda aval: _sized(aval, Axis(argument, next(leaves), 0), numbers)
-        )
+
+        def sized(aval: Aval) -> Aval:
+            first = Axis(argument, next(leaves), 0)
+            shape = [numbers.get(first._replace(axis=n), size) for n, size in enumerate(aval.shape)]
+            if _has_gaps(aval):
+                steps = [first._replace(axis=n, stride=True) for n in range(len(shape))]
+                stride = list(map(numbers.get, steps, aval.stride))
+            elif all(new is old for new, old in zip(shape, aval.shape, strict=True)):
+                return aval
+            else:
+                stride = _strides(aval, shape)
+            return aval._replace(shape=tuple(shape), stride=tuple(stride))
+
+        return signature[argument].with_avals(sized)
 
     return Signature(signature.params, given(1), given(2), given(3))
-
-
-def _sized(aval: Aval, first: Axis, numbers: Mapping[Axis, int]) -> Aval:
-    """An abstract tensor, whose first axis is given, with symbols as its sizes."""
-    shape = [numbers.get(first._replace(axis=n), size) for n, size in enumerate(aval.shape)]
-    if _has_gaps(aval):
-        steps = first._replace(stride=True)
-        stride = [numbers.get(steps._replace(axis=n), step) for n, step in enumerate(aval.stride)]
-    elif all(new is old for new, old in zip(shape, aval.shape, strict=True)):
-        return aval
-    else:
-        stride = _strides(aval, shape)
-    return aval._replace(shape=tuple(shape), stride=tuple(stride))
 
 
 def _strides(aval: Aval, shape: Sequence[int]) -> list[int]:

@@ -136,7 +136,19 @@ def programs_at(programs: Programs, numbers: Numbers, label: str) -> Programs:
         return known[one]
 
     def program(one: Program) -> Program:
-        return _program_at(one, numbers, operation, label)
+        """The program for other sizes. It shares the code, which refers to sizes by name."""
+        assert isinstance(one.run, FunctionType)
+        given = one.run.__globals__
+        changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, Placed)}
+        run = FunctionType(one.run.__code__, {**given, **changed}, one.name)
+        head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
+        return replace(
+            one,
+            code=head + one.code,
+            run=run,
+            stage=label,
+            resized=operation if changed else None,
+        )
 
     memory = dict(programs.memory)
     for name, held in programs.memory.items():
@@ -176,24 +188,3 @@ def operations_of(programs: Programs) -> Counter[tuple[str, str]]:
             name = str(one.target).replace("_unsafe_view", "view")  # two names on torch 2.11
             counts[name, repr(numbers)] += 1
     return counts
-
-
-def _program_at(
-    program: Program,
-    numbers: Numbers,
-    operation: Callable[[Operation], Operation],
-    label: str,
-) -> Program:
-    """The program for other sizes. It shares the code, which refers to sizes by name."""
-    assert isinstance(program.run, FunctionType)
-    given = program.run.__globals__
-    changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, Placed)}
-    run = FunctionType(program.run.__code__, {**given, **changed}, program.name)
-    head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
-    return replace(
-        program,
-        code=head + program.code,
-        run=run,
-        stage=label,
-        resized=operation if changed else None,
-    )

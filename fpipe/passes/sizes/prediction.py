@@ -62,10 +62,10 @@ def _aval(row: Sequence[Aval], columns: Sequence[tuple[int, ...]]) -> Aval:
     """The abstract tensor that follows those of earlier kinds."""
     shapes = zip(*(aval.shape for aval in row), strict=True)
     shape = tuple(_number(sizes, columns) for sizes in shapes)
-    if all(aval.stride == contiguous(aval.shape) for aval in row):
-        return row[-1]._replace(shape=shape, stride=contiguous(shape))
-    strides = zip(*(aval.stride for aval in row), strict=True)
-    stride = tuple(_number(steps, columns) for steps in strides)
+    stride = contiguous(shape)
+    if any(aval.stride != contiguous(aval.shape) for aval in row):
+        strides = zip(*(aval.stride for aval in row), strict=True)
+        stride = tuple(_number(steps, columns) for steps in strides)
     return row[-1]._replace(shape=shape, stride=stride)
 
 

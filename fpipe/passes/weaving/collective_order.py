@@ -70,16 +70,7 @@ def _difference(plans: Mapping[int, Plan]) -> str:
 
     Every member of a communicator compares all of its communicators in one order.
     """
-    reasons = [
-        difference(name, gather_members(name, order))
-        for name, order in sorted(_starts_of(plans).items())
-    ]
-    return next(filter(None, reasons), "")
-
-
-def _starts_of(plans: Mapping[int, Plan]) -> dict[str, list[Start]]:
-    """What the ranks of this process start, by communicator, in their order."""
-    starts: dict[str, list[Start]] = {}
+    starts: dict[str, list[Start]] = {}  # of this process, by communicator
     for _, plan in sorted(plans.items()):
         for op, action, *_ in plan.instructions:
             if not isinstance(op, Run) or action is None:
@@ -88,7 +79,10 @@ def _starts_of(plans: Mapping[int, Plan]) -> dict[str, list[Start]]:
             for c in collectives_of(op.program):
                 start = Start(program, c.number, c.op, c.signature, str(action))
                 starts.setdefault(c.members, []).append(start)
-    return starts
+    reasons = [
+        difference(name, gather_members(name, order)) for name, order in sorted(starts.items())
+    ]
+    return next(filter(None, reasons), "")
 
 
 def difference(name: str, orders: Sequence[Sequence[Start]]) -> str:

@@ -116,6 +116,7 @@ def candidates(job: Job) -> Iterator[Layout]:
     model = job.model
     gpus = job.gpus
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    sizes = [1 << n for n in range(MOST_MICROBATCH.bit_length())]
     for tp, pp in product(divisors, divisors):
         dp, rest = divmod(gpus, tp * pp)
         if rest or job.batch % dp or pp > model.layers:
@@ -123,7 +124,13 @@ def candidates(job: Job) -> Iterator[Layout]:
         if tp > job.gpu.node or not divides(model, tp):
             continue
         for name, per_rank in _schedules(model.layers, pp):
-            yield from _detailed(job, Layout(tp, pp, dp, schedule=name, per_rank=per_rank))
+            layout = Layout(tp, pp, dp, schedule=name, per_rank=per_rank)
+            degrees = [0]
+            if dp > 1:
+                degrees += [1, 3] if per_rank > 2 else [1]
+            for microbatch, zero, recompute in product(sizes, degrees, RECOMPUTE):
+                if job.batch // dp % microbatch == 0:
+                    yield replace(layout, microbatch=microbatch, zero=zero, recompute=recompute)
 
 
 def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
@@ -135,17 +142,6 @@ def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
         for per_rank in counts:
             if pp * per_rank <= layers:
                 yield name, per_rank
-
-
-def _detailed(job: Job, layout: Layout) -> Iterator[Layout]:
-    """A layout with each microbatch, ZeRO degree and choice of recompute."""
-    sizes = [1 << n for n in range(MOST_MICROBATCH.bit_length())]
-    degrees = [0]
-    if layout.dp > 1:
-        degrees += [1, 3] if layout.per_rank > 2 else [1]
-    for microbatch, zero, recompute in product(sizes, degrees, RECOMPUTE):
-        if job.batch // layout.dp % microbatch == 0:
-            yield replace(layout, microbatch=microbatch, zero=zero, recompute=recompute)
 
 
 def _order(bound: Bound) -> tuple[float, int, int]:

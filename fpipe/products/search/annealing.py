@@ -110,7 +110,8 @@ def ends(
             position += 1
             if action in waiting:
                 ready.append(waiting.pop(action))
-        at[rank], clock[rank] = position, time
+        at[rank] = position
+        clock[rank] = time
     return None if waiting else end
 
 

@@ -178,12 +178,7 @@ def _knapsack(items: list[tuple[float, float]], most: int, room: float) -> float
     if len(sizes) == 1 and (size := sizes.pop()) > 0 and room < inf:
         room = room * ALMOST // size * size  # no parts
     total = 0.0
-
-    def per_time(item: tuple[float, float]) -> float:
-        time, size = item
-        return size / time if time > 0 else inf
-
-    for time, size in sorted(items, key=per_time):
+    for time, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] > 0 else inf):
         count = most if size <= 0 else min(most, room / size)
         total += count * time
         room -= count * max(size, 0.0)

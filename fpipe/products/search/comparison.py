@@ -130,27 +130,21 @@ def table(
     wide = max(len(entry.name) for entry in entries)
     names = ["schedule".ljust(wide), *(entry.name.ljust(wide) for entry in entries)]
     stages = ["stages", *(f"{entry.stages:>6}" for entry in entries)]
-    shown = [_column(entries, field, show, best, limit) for field, show in columns.items()]
+
+    def column(field: str, show: Callable[[float], str]) -> list[str]:
+        """The head and the cells of a column, of one width."""
+        texts = [show(getattr(entry, field)) for entry in entries]
+        wide = max(map(len, [field, *texts]))
+        values = [round(getattr(entry, field), 9) for entry in entries]
+        least = min(values)
+        starred = field != "weights" and least < max(values)
+        cells = [f"{field:>{wide}} "]
+        for value, text in zip(values, texts, strict=True):
+            star = starred and value == least
+            mark = "!" if field == "memory" and value > limit * (1 + 1e-9) else " "
+            cells.append(best(f"{text:>{wide}}*") if star else f"{text:>{wide}}{mark}")
+        return cells
+
+    shown = [column(field, show) for field, show in columns.items()]
     for row in zip(names, stages, *shown, strict=True):
         yield " ".join(row).rstrip()
-
-
-def _column(
-    entries: Sequence[Entry],
-    field: str,
-    show: Callable[[float], str],
-    best: Callable[[str], str],
-    limit: float,
-) -> list[str]:
-    """The head and the cells of a column, of one width."""
-    texts = [show(getattr(entry, field)) for entry in entries]
-    wide = max(map(len, [field, *texts]))
-    values = [round(getattr(entry, field), 9) for entry in entries]
-    least = min(values)
-    starred = field != "weights" and least < max(values)
-    cells = [f"{field:>{wide}} "]
-    for value, text in zip(values, texts, strict=True):
-        star = starred and value == least
-        mark = "!" if field == "memory" and value > limit * (1 + 1e-9) else " "
-        cells.append(best(f"{text:>{wide}}*") if star else f"{text:>{wide}}{mark}")
-    return cells

@@ -51,21 +51,14 @@ def pack(
     for length, value in zip(lengths, costs, strict=True):
         if not 0 <= value < inf:
             raise BatchError(f"cost({length}) is {value}; a cost is a number of 0 or more")
-    packed = _exchanged(_largest_first(costs, microbatches), costs)
-    return sorted(sorted(members) for members in packed)
-
-
-def _largest_first(costs: Sequence[float], count: int) -> list[list[int]]:
-    """Each sequence, the dearest first, joins the cheapest microbatch; no microbatch stays
-    empty.
-    """
-    heap = [(0.0, 0, n) for n in range(count)]  # cost, number of sequences, microbatch
-    packed: list[list[int]] = [[] for _ in range(count)]
+    # each sequence, the dearest first, joins the cheapest microbatch; none stays empty
+    heap = [(0.0, 0, n) for n in range(microbatches)]  # cost, number of sequences, microbatch
+    packed: list[list[int]] = [[] for _ in range(microbatches)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         total, members, n = heapq.heappop(heap)
         packed[n].append(index)
         heapq.heappush(heap, (total + costs[index], members + 1, n))
-    return packed
+    return sorted(sorted(members) for members in _exchanged(packed, costs))
 
 
 def _exchanged(packed: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
@@ -76,39 +69,36 @@ def _exchanged(packed: list[list[int]], costs: Sequence[float]) -> list[list[int
     def total(members: Sequence[int]) -> float:
         return sum(costs[index] for index in members)
 
+    def evened(dear: Sequence[int], cheap: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Both microbatches after the exchange that makes them most alike: a sequence for another
+        one, or for none.
+        """
+        half = (total(dear) - total(cheap)) / 2
+        exchanges: list[tuple[int, int | None]] = list(product(dear, cheap))
+        if len(dear) > 1:
+            exchanges += product(dear, [None])
+
+        def left(exchange: tuple[int, int | None]) -> float:
+            """How much of the difference is left."""
+            out, into = exchange
+            return abs(half - costs[out] + (0.0 if into is None else costs[into]))
+
+        out, into = min(exchanges, key=left)
+        back = [] if into is None else [into]
+        return (
+            [*(index for index in dear if index != out), *back],
+            [*(index for index in cheap if index != into), out],
+        )
+
     for _ in range(ROUNDS):
         packed = sorted(packed, key=total)
         dearest = packed[-1]
         limit = total(dearest) * (1 - 1e-12)
         for at, other in enumerate(packed[:-1]):
-            both = _evened(dearest, other, costs)
+            both = evened(dearest, other)
             if max(map(total, both)) < limit:
                 packed[-1], packed[at] = both
                 break
         else:
             return packed
     return packed
-
-
-def _evened(
-    dear: Sequence[int], cheap: Sequence[int], costs: Sequence[float]
-) -> tuple[list[int], list[int]]:
-    """Both microbatches after the exchange that makes them most alike: a sequence for another one,
-    or for none.
-    """
-    difference = sum(costs[index] for index in dear) - sum(costs[index] for index in cheap)
-    exchanges: list[tuple[int, int | None]] = list(product(dear, cheap))
-    if len(dear) > 1:
-        exchanges += product(dear, [None])
-
-    def left(exchange: tuple[int, int | None]) -> float:
-        """How much of the difference is left."""
-        out, into = exchange
-        return abs(difference / 2 - costs[out] + (0.0 if into is None else costs[into]))
-
-    out, into = min(exchanges, key=left)
-    back = [] if into is None else [into]
-    return (
-        [*(index for index in dear if index != out), *back],
-        [*(index for index in cheap if index != into), out],
-    )

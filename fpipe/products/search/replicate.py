@@ -69,7 +69,22 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
     )
 
     def within(load: float) -> _Groups:
-        return _groups(sums, ranks, microbatches, load * ALMOST)
+        """By number of ranks within a load, up to ``ranks``: the fewest stages that ranks hold,
+        each counted as often as it is held, and the groups from stage i to j.
+        """
+        best: list[_Groups] = [{0: (0, ())}]
+        for j in range(1, len(sums)):
+            here: _Groups = {}
+            for i, before in enumerate(best):
+                k = _ranks(sums[j] - sums[i], microbatches, load * ALMOST)
+                for used, (held, cuts) in before.items():
+                    total = used + k
+                    if total <= ranks:
+                        other = here.get(total)
+                        if other is None or held + (j - i) * k < other[0]:
+                            here[total] = held + (j - i) * k, (*cuts, (i, j))
+            best.append(here)
+        return best[-1]
 
     load = loads[bisect_left(loads, True, key=lambda load: bool(within(load)))]
     _, cuts = min(within(load).values())
@@ -83,25 +98,6 @@ def _ranks(work: float, microbatches: int, load: float) -> int:
         return 1
     share = int(load / work)  # microbatches that a rank can take
     return ceil(microbatches / share) if share else 1 << 62
-
-
-def _groups(sums: Sequence[float], ranks: int, microbatches: int, load: float) -> _Groups:
-    """By number of ranks within a load, up to ``ranks``: the fewest stages that ranks hold, each
-    counted as often as it is held, and the groups from stage i to j.
-    """
-    best: list[_Groups] = [{0: (0, ())}]
-    for j in range(1, len(sums)):
-        here: _Groups = {}
-        for i, before in enumerate(best):
-            k = _ranks(sums[j] - sums[i], microbatches, load)
-            for used, (held, cuts) in before.items():
-                total = used + k
-                if total <= ranks:
-                    other = here.get(total)
-                    if other is None or held + (j - i) * k < other[0]:
-                        here[total] = held + (j - i) * k, (*cuts, (i, j))
-        best.append(here)
-    return best[-1]
 
 
 def _spread(

@@ -183,15 +183,23 @@ def _warm_ups(problem: Problem) -> Iterator[Rows]:
     place of an activation, and have work at the end, when backwards come less often than they can
     run them.
     """
+    total = problem.microbatches
     for size, share in product(_GROUPS, (1.0, 0.75, 0.5)):
-        group = min(problem.microbatches, round(size * problem.ranks))
+        group = min(total, round(size * problem.ranks))
+        groups = [range(start, min(start + group, total)) for start in range(0, total, group)]
         counts = _warm_up_counts(problem, group, share)
-        pause = problem.ranks // 3
         for late in (0, max(1, problem.ranks // 4)):
-            yield [
-                _interleaved(problem, rank, group, count, pause if rank < late else None)
-                for rank, count in enumerate(counts)
-            ]
+            rows: Rows = []
+            for rank, held in enumerate(problem.of_rank):
+                pause = problem.ranks // 3 if rank < late else None
+                forwards = iter([s * total + k for part in groups for s in held for k in part])
+                ways = [problem.stages + s for s in held[::-1]]
+                backwards = [way * total + k for part in groups for way in ways for k in part]
+                row = list(islice(forwards, counts[rank]))
+                for at, backward in enumerate(backwards):  # no forward follows that at the pause
+                    row += [backward, *islice(forwards, int(at != pause))]
+                rows.append(row)
+            yield rows
 
 
 def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
@@ -210,29 +218,6 @@ def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
         most = min(most - 1, room, max(1, away) + (chunks - 1) * group)
         counts.append(int(max(1, min(most, chunks * p.microbatches))))
     return counts
-
-
-def _interleaved(
-    problem: Problem,
-    rank: int,
-    group: int,
-    warm_up: int,
-    pause: int | None,
-) -> list[int]:
-    """The passes of a rank: microbatches in groups, each through all stages of the rank; no forward
-    follows the backward ``pause``.
-    """
-    held = problem.of_rank[rank]
-    count = problem.microbatches
-    groups = [range(start, min(start + group, count)) for start in range(0, count, group)]
-    forwards = iter([s * count + k for part in groups for s in held for k in part])
-    backwards = [
-        (problem.stages + s) * count + k for part in groups for s in held[::-1] for k in part
-    ]
-    row = list(islice(forwards, warm_up))
-    for at, backward in enumerate(backwards):
-        row += [backward, *islice(forwards, int(at != pause))]
-    return row
 
 
 def _named(problem: Problem) -> Iterator[Rows]:

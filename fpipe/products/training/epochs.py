@@ -64,8 +64,12 @@ class Epochs:
             )
         if seed < 0:
             raise BatchError(f"seed={seed}; give a seed of at least 0")
-        self.data, self.rows = data, rows
-        self._size, self._seed, self._shuffle, self._loader = len(data), seed, shuffle, loader
+        self.data = data
+        self.rows = rows
+        self._size = len(data)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._loader = loader
         self._share = rows // copies
         self._first = 0 if dp is None else dp.here[0] * self._share
         #: By the step whose batch comes next.

@@ -346,7 +346,8 @@ class Loop:
                 state, step = members.join(own, now.step)
                 if state is not own:  # that of another copy
                     params, state = state
-                    now, last = Trained(params, state, step), {}
+                    now = Trained(params, state, step)
+                    last = {}
             leads = members is None or members.leads
             if not leads:
                 log = None
@@ -434,7 +435,9 @@ class Loop:
         )
         loss, states = loss if stateful else (loss, None)
         # Until all ranks have their gradients, none changes its parameters.
-        stop = self._stops(bool(signals))
+        stop = torch.tensor([float(bool(signals))], device=self.pipe.config.device)  # for all
+        for group in groups_of(self.pipe):
+            stop = group.all_reduce(stop, "max")
         if members is not None:
             leaves, spec = flatten((loss, grads))
             means = members.mean(leaves)
@@ -448,14 +451,7 @@ class Loop:
             updates, state = tx.update(grads, state, now.params)
             params = apply_updates(now.params, updates)
         state = (state, states) if stateful else state
-        return loss, Trained(params, state, now.step + 1), stop
-
-    def _stops(self, signalled: bool) -> bool:
-        """Whether a process got a signal: all of them stop after the same step."""
-        flag = torch.tensor([float(signalled)], device=self.pipe.config.device)
-        for group in groups_of(self.pipe):
-            flag = group.all_reduce(flag, "max")
-        return bool(flag.item())
+        return loss, Trained(params, state, now.step + 1), bool(stop.item())
 
     def _logger(self, step: int, last: Record) -> Log | None:
         """Where records go, on the first process. ``last`` is this copy's: if it is of this step,

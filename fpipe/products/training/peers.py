@@ -124,6 +124,7 @@ class Peers(NamedTuple):
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
             options = _DIST.BroadcastOptions()
-            options.rootRank, options.timeout = source, self.timeout
+            options.rootRank = source
+            options.timeout = self.timeout
             self.gloo.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()
         return tensor
