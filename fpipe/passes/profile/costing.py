@@ -203,27 +203,30 @@ def shares(run: Run) -> dict[str, float]:
     return {**times, "between": length - sum(times.values())}
 
 
+def length(runs: Sequence[Run]) -> float:
+    """From the first start of all ranks to their last end."""
+    return max(run.events[-1].end for run in runs) - min(run.events[0].start for run in runs)
+
+
 def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
     """The rank for which the others wait most, as a sentence. Its own times are compared with those
     of the other ranks; others than that of programs count as far as the step is longer than
     ``simulated``.
     """
     excess = defaultdict[tuple[int, str], list[float]](list)
-    lengths: list[float] = []
     for runs in steps:
         begins = [run.events[0].start for run in runs]
-        lengths.append(max(run.events[-1].end for run in runs) - min(begins))
         spent = [shares(run) | {"start": begin} for run, begin in zip(runs, begins, strict=True)]
         for kind in _OWN:
             times = [one.get(kind, 0.0) for one in spent]
             for rank, time in enumerate(times):
                 excess[rank, kind].append(time - median(times[:rank] + times[rank + 1 :]))
-    length = median(lengths)
+    whole = median(map(length, steps))
 
     def share(which: tuple[int, str]) -> float:
         """Of a step, in which the others wait."""
-        most = length if which[1] == "programs" else length - simulated
-        return min(median(excess[which]), most) / length
+        most = whole if which[1] == "programs" else whole - simulated
+        return min(median(excess[which]), most) / whole
 
     rank, kind = which = max(excess, key=share)
     if share(which) < _LEAST:

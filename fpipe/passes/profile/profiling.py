@@ -29,7 +29,7 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import costs, late, shares, timeline
+from .costing import costs, late, length, shares, timeline
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -84,13 +84,14 @@ class Profile:
 
     # ---- shown ----
     def _repr_html_(self) -> str:
-        """What a notebook shows: the last step below its simulation, and the figures."""
+        """What a notebook shows: the median step below its simulation, and the figures."""
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
         head, _, figures = str(self).partition("\n")
         picture = pictures.figure(self._both)
-        return f"<p>step {len(self.runs)}: {head}</p>{picture}<pre>{escape(figures)}</pre>"
+        of = f"step of median time of {len(self.runs)}: {head}"
+        return f"<p>{of}</p>{picture}<pre>{escape(figures)}</pre>"
 
     @property
     def _headline(self) -> str:
@@ -108,10 +109,16 @@ class Profile:
     # ---- figures ----
     @property
     def timeline(self) -> Timeline:
-        """The last step, measured, in seconds; of several plans in one step the one that took
-        longest.
+        """The step of median time, measured, in seconds, of all that ran what the last one did; of
+        several plans in one step the one that took longest.
         """
-        return timeline(self._last, name=self._called("measured"))
+        in_turn = ", ranks in turn: their waiting is not that of processes" * self.in_turn
+        return timeline(self._median, name=self._called(f"measured{in_turn}"))
+
+    @property
+    def _median(self) -> tuple[Run, ...]:
+        steps = sorted(self._alike, key=length)
+        return steps[(len(steps) - 1) // 2]
 
     @property
     def _last(self) -> tuple[Run, ...]:
@@ -166,7 +173,7 @@ class Profile:
         return f"Profile({f'{self.name}, ' if self.name else ''}{done})"
 
     def __str__(self) -> str:
-        parts = [shares(run) for run in self._last]
+        parts = [shares(run) for run in self._median]
         names = list(dict.fromkeys(name for part in parts for name in part))
         actions = (action for row in self.timeline.rows for action in row)
         kinds = {action.op for action in actions if isinstance(action, Action)}

@@ -174,12 +174,14 @@ def compare(
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
-    priced = f"{price!r} of {whose}"
+    priced = f"costs {repr(price)[6:-1]} of {whose}"
     chosen = comparison.take(entries, limit)
     take = chosen and chosen.name
     if out is not None:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
-        pictures.frontier(list(comparison.points(entries)), out, look, title, limit, take or "")
+        points = list(comparison.points(entries))
+        table = "\n".join(comparison.table(entries, limit=limit))
+        pictures.frontier(points, out, look, title, limit, take or "", table)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
@@ -247,6 +249,12 @@ def solve(
     figures = f"total {t.total:.6g}, bubble {t.bubble:.2%}, memory {max(t.peak_bytes):.6g}"
     click.echo(fill(f"{figures} (the fullest rank's peak{_one(price, per)})", 80))
     click.echo(fill(f"gap {best.gap:.2%}: {best.bound.said(t.span)}", 80))
+    named, _ = comparison.compare(p, m, costs=price, per=per, stages=best.stages)
+    [limit] = limits(memory, 1, price)
+    if taken := comparison.take(named, limit):
+        figures = f"total {taken.total:.6g}, bubble {taken.bubble:.2%}, memory {taken.memory:.6g}"
+        click.echo(f"of the named schedules with these stages {taken.name}: {figures}")
+    click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
     if out is not None:
         best.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out} --per {per} --costs {costs or 'F=1'}")

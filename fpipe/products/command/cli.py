@@ -129,7 +129,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "fpipe"
-        message = _nearest_option(error).format_message()
+        message = " ".join(_nearest_option(error).format_message().split())
         return report_error(f"{message}  (see {where} --help)", USAGE)
     except click.ClickException as error:
         return report_error(error.format_message(), USAGE)

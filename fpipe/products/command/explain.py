@@ -31,24 +31,24 @@ class _Reached(BaseException):
 @click.argument("script", metavar="FILE")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]...")
 @option("-o --out FILE", "Write .html or .txt.", type=options.ending_in(".html", ".txt"))
-def explain(script: str, arguments: tuple[str, ...], out: str | None) -> None:
+def explain(script: str, arguments: Sequence[str], out: str | None) -> None:
     """Explain the first call of a pipeline in a script: pipe.explain with its arguments.
 
     The FILE runs in one process up to that call, which is not made. It gets the ARGUMENTs behind
-    its name.
+    its name, but for an --out at the end whose file ends in .html or .txt.
 
     \b
     fpipe explain examples/quickstart.py
     fpipe explain --out explain.html train.py --steps 10
     """
+    if not out and arguments[-2:-1] == ("--out",) and arguments[-1].endswith((".html", ".txt")):
+        *arguments, _, out = arguments
     page = first_page(script, arguments)
     if out:
         page.save(out)
         click.echo(f"wrote {out}")
     else:
         click.echo(str(page))
-    if "--out" in arguments:
-        click.echo(f"{script} got --out; for a page give it before the file", err=True)
 
 
 def first_page(script: str, arguments: Sequence[str]) -> Any:

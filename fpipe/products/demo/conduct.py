@@ -138,7 +138,7 @@ def screen(console: Console, title: str, steps: int) -> Iterator[Callable[[Step 
         else:
             bar.update(task, completed=news.number + 1, description=described(news))
             if news.timeline:
-                ran = replace(news.timeline, name=f"step {news.number + 1} as it ran")
+                ran = replace(news.timeline, name="the step of median time")
                 drawn = Text.from_ansi("\n" + strip(ran, console, console.width - 4, LANES))
         panel.renderable = Group(bar, drawn, *lines)
 

@@ -76,7 +76,7 @@ def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
     if most > 1.05 * mean:
         yield (
             (most - mean) / timeline.total,
-            f"Rank {rank} computes {busy[rank] / mean:.3g} times as long as the mean of the ranks, "
+            f"Rank {rank} computes {busy[rank] / mean:.0%} of the mean time of the ranks, "
             f"{why}: give its stages ({stages}) {what} layers; fpipe.balance proposes cuts.",
         )
 
@@ -95,8 +95,8 @@ def _microbatches(
     gain = 1 - twice.total / 2 / timeline.total
     yield (
         gain,
-        f"microbatches={2 * count} of the same size take {percent(gain)} less time for each row "
-        f"than {count}: the bubble is {percent(twice.bubble)} in place of "
+        f"With microbatches={2 * count} of the same size a row takes {percent(gain)} less time "
+        f"than with {count}: the bubble is {percent(twice.bubble)} in place of "
         f"{percent(timeline.bubble)}.",
     )
 

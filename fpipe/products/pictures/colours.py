@@ -28,8 +28,8 @@ tail          #c9d0da  #3b4550
 imbalance     #cfe8c4  #1f4a2c
 message       #f7d4f5  #4f2b63
 other         #fbf3c9  #5a3a2c
-later         #c03a2b  #f0705f
-earlier       #2a6fc9  #5ba4f5
+later         #b5367f  #e36aa9
+earlier       #00808a  #35b8c0
 same          #f7ecd0  #5b5132
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]

@@ -114,7 +114,13 @@ def notes(scene: Scene) -> list[str]:
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
     lines = [f"Bubble by cause: {', '.join(parts)}."] * bool(parts) + [units(scene)]
     if scene.against:
-        lines.insert(0, f"In brackets: the change from {scene.against.name}.")
+        was = scene.against.timeline.placement.stages
+        cut = (
+            " An action is compared with the same layers there."
+            if was != t.placement.stages
+            else ""
+        )
+        lines.insert(0, f"In brackets: the change from {scene.against.name}.{cut}")
     return lines
 
 
@@ -190,6 +196,7 @@ def step_of(least: float) -> float:
 
 
 # ---- legends ----
+SMALL = "small letters: a rank's other stage"
 Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and their meaning
 
 
@@ -205,12 +212,14 @@ def tints(scene: Scene) -> Iterator[Entry]:
     if not scene.against:
         return
     used = {colour for bar in scene.bars for colour in bar.colours}
-    most = time(scene.most, scene)
+    shifts = [bar.shift or 0.0 for bar in scene.bars]
     other = scene.against.name
     meanings = {
-        f"ends earlier than in {other}, by up to {most}": range(SAME),
+        f"ends earlier than in {other}, by {time(-min(shifts), scene)} at most": range(SAME),
         f"ends as in {other}": [SAME],
-        f"ends later than in {other}, by up to {most}": range(SAME + 1, ABSENT),
+        f"ends later than in {other}, by {time(max(shifts), scene)} at most": range(
+            SAME + 1, ABSENT
+        ),
         f"not in {other}": [ABSENT],
     }
     for meaning, steps in meanings.items():
@@ -232,6 +241,8 @@ def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entr
             yield (), f"{keys[0][0]}: {meaning}"
     if shades > 1:
         yield (), "paler: other stages"
+    if any(scene.against and scene.shades == 2 for scene in scenes):
+        yield (), SMALL
     if any(dense):
         yield (), "height: share of the time"
     if not all(dense) and any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
@@ -239,7 +250,7 @@ def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entr
     for scene in scenes:
         yield from tints(scene)
     for cause, text in CAUSES.items():
-        if any(cause in scene.idle for scene in plain):
+        if any(cause in scene.idle for scene in scenes):
             yield (cause,), f"idle: {text}"
     if has_curves(scenes, look):
         yield ("curve",), "memory held"

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from itertools import pairwise
 from math import isfinite
 from typing import TypeAlias
@@ -27,7 +28,7 @@ from .plotting import figure_bytes
 from .scene import Look
 
 WIDTH, LEAST, SHAPE = 768.0, 330.0, 0.6  # pixels, of the height too, and height per width
-PHONE, LINE = 370.0, 20.0
+PAGE, PHONE, LINE = 900.0, 370.0, 20.0
 ABOUT = (
     "Lower left is better: for each grey schedule a green one takes no more time and "
     "no more memory."
@@ -60,33 +61,44 @@ Point: TypeAlias = tuple[str, float, float, bool]
 
 
 def paint(
-    points: Sequence[Point], look: Look, suffix: str, title: str, limit: float, take: str = ""
+    points: Sequence[Point],
+    look: Look,
+    suffix: str,
+    title: str,
+    limit: float,
+    take: str = "",
+    table: str = "",
 ) -> bytes:
     """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold, and ``take``
-    the name of the point to take.
+    the name of the point to take. A page has the ``table`` below the picture.
     """
+    said = [*title.splitlines(), ABOUT, *([TAKE.format(take)] if take else [])]
     if suffix != ".html":
-        return _figure(points, look, suffix, title, limit, take)
-    parts = []
-    for kind, width in (("wide", look.width or WIDTH), ("narrow", PHONE)):
-        drawn = _figure(points, replace(look, width=width), ".svg", title, limit, take)
+        return _figure(points, look, suffix, [] if look.paper else said, limit, take)
+    parts = [f"<h2>{escape(said[0])}</h2>", *(f"<p>{escape(line)}</p>" for line in said[1:])]
+    for kind, width in (("wide", look.width or PAGE), ("narrow", PHONE)):
+        drawn = _figure(points, replace(look, width=width), ".svg", [], limit, take)
         picture = drawn[drawn.index(b"<svg") :].decode()
         parts.append(picture.replace("<svg", f'<svg class="{kind}" style="width:100%"', 1))
-    return page(title, "".join(parts), look.dark).encode()
+    parts.append(f'<pre style="overflow-x:auto">{escape(table)}</pre>')
+    return page(said[0], "".join(parts), look.dark).encode()
 
 
 def _figure(
-    points: Sequence[Point], look: Look, suffix: str, title: str, limit: float, take: str
+    points: Sequence[Point],
+    look: Look,
+    suffix: str,
+    said: Sequence[str],
+    limit: float,
+    take: str,
 ) -> bytes:
+    """A picture below these lines."""
     width = look.width or WIDTH
     colours = palette(1, bool(look.dark))
     rows = map(str.split, SETTINGS.splitlines())
     settings = {key: colours.get(value, value) for key, value in rows}
     settings["font.size"] = "7" if look.paper or width < 500 else "9"
     with rc_context(RcParams(settings)):
-        said = [] if look.paper else [*title.splitlines(), ABOUT]
-        if take and said:
-            said.append(TAKE.format(take))
         heading = "\n".join(_wrapped(line, width - 80) for line in said)
         height = max(width * SHAPE, LEAST + LINE * heading.count("\n"))
         figure = Figure((width / 96, height / 96), layout="constrained")

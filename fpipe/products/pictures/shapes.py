@@ -172,7 +172,7 @@ def envelope(curve: Points, length: float) -> Points:
 
 
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
-    for gap in () if scene.against else lane.gaps:
+    for gap in lane.gaps:
         hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
         if not (scene.is_hidden(gap.start) and scene.is_hidden(gap.end)):
             yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
@@ -188,9 +188,11 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         inset = min(0.5, wide / 8)
         hint = labels.hint(bar, scene) if f.hints else ""
         top = y
-        for part, colour in zip(bar.action.parts, bar.colours, strict=True):
+        for part, kind, colour in zip(bar.action.parts, bar.kinds, bar.colours, strict=True):
             yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
             label = name(part, f.detail)
+            if scene.against and scene.shades == 2 and kind.endswith("1"):
+                label = label.lower()  # its colour does not tell the stage
             room = f.letters * text_width(label, size) <= wide - 2
             if size >= f.least and room and wide >= f.named:
                 middle = (bar.start + bar.end) / 2
@@ -207,7 +209,7 @@ def _bands(lane: Lane, scene: Scene, f: Frame, foot: float) -> Iterator[Path]:
     work = [  # shades are not told apart
         (start, end, f"{key[0]}0" if key[0] in OPS else key) for start, end, key in busy(lane)
     ]
-    parts = shares([*work, *(() if scene.against else lane.gaps)], edges)
+    parts = shares([*work, *lane.gaps], edges)
     heights = [0.0] * len(parts)
     areas: list[Path] = []
     for colour in STACKED:

@@ -250,7 +250,7 @@ def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]
     if shades > 1 and layout.colours:
         items.append(_cells("paler: other stages"))
     elif shades == 2 and layout.detail < 3:
-        items.append(_cells("small letters: a rank's other stage"))
+        items.append(_cells(labels.SMALL))
     if not layout.detail:
         column = labels.time(1 / layout.scale, scenes[0])
         items.append(_cells(f"a column: what took most of {column}"))

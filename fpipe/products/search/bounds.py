@@ -48,8 +48,8 @@ class Bound(float):
     def said(self, span: float, unit: str = "") -> str:
         """What it means for a schedule of this span, for people."""
         return (
-            f"its longest rank takes {number(span)}{unit} from its first action to its last, and "
-            f"in every schedule one takes at least {number(self)}{unit} ({self.reason})"
+            f"its span is {number(span)}{unit}, and no schedule has one below {number(self)}{unit} "
+            f"({self.reason})"
         )
 
 

@@ -382,7 +382,7 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     page.wait_for_function("!!window.fpipe")
     legend, figures = page.inner_text("#legend"), page.inner_text("#figures")
     page.close()
-    for meaning in ("ends earlier than in 1F1B, by up to 7", "ends as in 1F1B"):
+    for meaning in ("ends earlier than in 1F1B, by 7 at most", "ends as in 1F1B"):
         assert meaning in legend
     assert "In brackets: the change from 1F1B." in figures
     assert "forward" in legend and "input gradient" not in legend

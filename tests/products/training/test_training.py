@@ -79,7 +79,7 @@ def test_screen_shows_what_is_reported(terminal: bool):
     assert "ZBV" in shown and "loss 0.0000" in shown and "200 tokens/s" in shown
     if terminal:
         last = shown.rpartition("fpipe train")[2].splitlines()[:-1]
-        assert "5/5" in last[1] and "step 5 as it ran: 2 ranks, 4 microbatches" in last[3]
+        assert "5/5" in last[1] and "the step of median time: 2 ranks, 4 microbatches" in last[3]
         assert "peak 2.5 microbatches" in last[4] and "weight gradient" in "".join(last)
         assert [line[2:9] for line in last if "rank " in line[:8]] == ["rank 0 ", "rank 1 "]
         assert last[-1].startswith("╰") and "verdict: words words" in last[-3]

@@ -49,7 +49,7 @@ function arrange(state, height) {
     }
   } else {
     scenes.forEach((scene, s) => {
-      if (scenes.length > 1) order.push({title: scene.title, scene: s});
+      if (scenes.length > 1) order.push({title: scene.label, scene: s});
       scene.lanes.forEach((lane, rank) => order.push({lane, scene: s, rank}));
       order[order.length - 1].gap = 8;
     });
