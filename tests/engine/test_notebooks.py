@@ -76,7 +76,7 @@ def test_a_profile_shows_its_last_step():
     for number in (1, 2):
         step(*batch)
         shown = step._repr_html_()
-        assert f"step {number}: measured" in shown
+        assert f"step of median time of {number}: measured" in shown
         assert "<svg" in shown
     assert len(texts(shown)) > 10
     assert "<details" not in shown and "rank    posting" in shown

@@ -303,7 +303,7 @@ def test_a_profile_is_plotted_with_its_simulation_above():
     titles = [text.get_text() for text in axes.texts if text.get_weight() == "bold"]
     assert [title.partition(":")[0] for title in titles] == [
         "small, simulated with mean times",
-        "small, measured",
+        "small, measured, ranks in turn",
     ]
 
 
@@ -329,7 +329,10 @@ def test_with_works_too_and_an_error_ends_the_recording():
     with fpipe.profile(name="two") as profiled:
         step(params, x)
         pipe(params, x)  # forward alone: another plan
-    assert [len(profiled.runs), profiled.timeline.name] == [2, "two, measured"]
+    assert [len(profiled.runs), profiled.timeline.name] == [
+        2,
+        "two, measured, ranks in turn: their waiting is not that of processes",
+    ]
 
     def then_fails() -> None:
         step(params, x)

@@ -140,7 +140,8 @@ class Profile:
 
     @property
     def _alike(self) -> list[tuple[Run, ...]]:
-        return [runs for runs in self.runs if _actions(runs) == _actions(self._last)]
+        actions = _actions(self._last)
+        return [runs for runs in self.runs if _actions(runs) == actions]
 
     @property
     def simulated(self) -> Timeline:

@@ -177,19 +177,18 @@ def compare(
     priced = f"costs {repr(price)[6:-1]} of {whose}"
     chosen = comparison.take(entries, limit)
     take = chosen and chosen.name
+    table = "\n".join(comparison.table(entries, limit))
     if out is not None:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
         points = list(comparison.points(entries))
-        table = "\n".join(comparison.table(entries, limit=limit))
         pictures.frontier(points, out, look, title, limit, take or "", table)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
         return
     over = "" if limit == inf else "; ! is over the limit"
-    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{_COLUMNS.format(_one(price, per), over)}")
-    for line in comparison.table(entries, lambda cell: click.style(cell, bold=True), limit):
-        click.echo(line)
+    columns = _COLUMNS.format(_one(price, per), over)
+    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{columns}\n{table}")
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
     click.echo(_taken(chosen, limit))
@@ -201,8 +200,12 @@ def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
         return f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks"
     within = "" if limit == inf else f" within memory {limit:.6g}"
-    found = f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
+    found = _figures(chosen.total, chosen.bubble, chosen.memory)
     return f"\ntake {chosen.name}, the shortest step{within}: {found}"
+
+
+def _figures(total: float, bubble: float, memory: float) -> str:
+    return f"total {total:.6g}, bubble {bubble:.2%}, memory {memory:.6g}"
 
 
 @click.command()
@@ -244,16 +247,17 @@ def solve(
         )
     best.check()
     t = best.timeline
-    counts_of = f"{best.ranks} ranks, {best.stages} stages, {best.microbatches} microbatches"
-    click.echo(f"{best.name}: {counts_of}\n{best.placement!r}")
-    figures = f"total {t.total:.6g}, bubble {t.bubble:.2%}, memory {max(t.peak_bytes):.6g}"
-    click.echo(fill(f"{figures} (the fullest rank's peak{_one(price, per)})", 80))
-    click.echo(fill(f"gap {best.gap:.2%}: {best.bound.said(t.span)}", 80))
-    named, _ = comparison.compare(p, m, costs=price, per=per, stages=best.stages)
-    [limit] = limits(memory, 1, price)
-    if taken := comparison.take(named, limit):
-        figures = f"total {taken.total:.6g}, bubble {taken.bubble:.2%}, memory {taken.memory:.6g}"
-        click.echo(f"of the named schedules with these stages {taken.name}: {figures}")
+    entries, _ = comparison.compare(p, m, costs=price, per=per, stages=best.stages)
+    taken = comparison.take(entries, *limits(memory, 1, price))
+    found = _figures(t.total, t.bubble, max(t.peak_bytes))
+    lines = [
+        f"{found} (the fullest rank's peak{_one(price, per)})",
+        f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
+    ]
+    if taken:
+        named = _figures(taken.total, taken.bubble, taken.memory)
+        lines.append(f"the best named schedule with {best.stages} stages, {taken.name}: {named}")
+    click.echo("\n".join([repr(best.placement), *(fill(line, 80) for line in lines)]))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
     if out is not None:
         best.to_csv(out)

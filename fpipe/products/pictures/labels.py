@@ -62,7 +62,7 @@ def is_numbers(cells: Iterable[str]) -> bool:
     >>> is_numbers(["3%", "1.5 MiB", ""]), is_numbers(["1F1B"])
     (True, False)
     """
-    return all(re.fullmatch(r"[-+\d.,]*( ?[%x*]| [KMG]?i?B)?", cell) for cell in cells)
+    return all(re.fullmatch(r"[-+\d.,]*([%x]| [KMG]?i?B)?[*! ]?", cell) for cell in cells)
 
 
 def time(value: float, scene: Scene) -> str:

@@ -15,7 +15,7 @@ from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
 from ...actions import Per, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
-from ..pictures.labels import size_text
+from ..pictures.labels import aligned, size_text
 
 
 class Entry(NamedTuple):
@@ -107,11 +107,9 @@ def points(entries: Sequence[Entry]) -> Iterator[tuple[str, float, float, bool]]
 
 
 # ---- as text ----
-def table(
-    entries: Sequence[Entry], best: Callable[[str], str] = str, limit: float = inf
-) -> Iterator[str]:
-    """Lines of text, the least of each column with a star where it is not the same in all; ``best``
-    decorates it. A memory over ``limit`` has an exclamation mark.
+def table(entries: Sequence[Entry], limit: float = inf) -> Iterator[str]:
+    """Lines of text, the least of each column with a star where it is not the same in all, and a
+    memory over ``limit`` with an exclamation mark.
 
     >>> print(*table(compare(4, 8, names=["ZB2P", "ZBV"])[0], limit=6), sep="\\n")
     schedule stages  total  bubble  memory  weights  messages
@@ -127,24 +125,16 @@ def table(
     }
     if any(entry.volume for entry in entries):
         columns["volume"] = size_text
-    wide = max(len(entry.name) for entry in entries)
-    names = ["schedule".ljust(wide), *(entry.name.ljust(wide) for entry in entries)]
-    stages = ["stages", *(f"{entry.stages:>6}" for entry in entries)]
-
-    def column(field: str, show: Callable[[float], str]) -> list[str]:
-        """The head and the cells of a column, of one width."""
-        texts = [show(getattr(entry, field)) for entry in entries]
-        wide = max(map(len, [field, *texts]))
-        values = [round(getattr(entry, field), 9) for entry in entries]
-        least = min(values)
-        starred = field != "weights" and least < max(values)
-        cells = [f"{field:>{wide}} "]
-        for value, text in zip(values, texts, strict=True):
-            star = starred and value == least
-            mark = "!" if field == "memory" and value > limit * (1 + 1e-9) else " "
-            cells.append(best(f"{text:>{wide}}*") if star else f"{text:>{wide}}{mark}")
-        return cells
-
-    shown = [column(field, show) for field, show in columns.items()]
-    for row in zip(names, stages, *shown, strict=True):
-        yield " ".join(row).rstrip()
+    values = [{field: round(getattr(e, field), 9) for field in columns} for e in entries]
+    least = {field: min(row[field] for row in values) for field in columns}
+    starred = {f for f in columns if f != "weights" and any(r[f] > least[f] for r in values)}
+    rows = [["schedule", "stages", *(f"{field} " for field in columns)]]
+    for entry, row in zip(entries, values, strict=True):
+        cells = [entry.name, str(entry.stages)]
+        for field, show in columns.items():
+            mark = "*" if field in starred and row[field] == least[field] else " "
+            if field == "memory" and entry.memory > limit * (1 + 1e-9):
+                mark = "!"
+            cells.append(show(row[field]) + mark)
+        rows.append(cells)
+    yield from aligned(rows, " ")

@@ -80,7 +80,7 @@ def test_idle_time_and_its_causes():
     assert found[1] == [(3, "a shorter span than the longest")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
-    assert first.endswith("33.3%        waits for the gradient of stage 1 on rank 1")
+    assert first.endswith("33.3%  waits for the gradient of stage 1 on rank 1")
     assert "of the span" in str(page).partition("\nBubble by rank\n")[2].splitlines()[0]
     head = " ".join(str(page).splitlines()[1:4])
     assert head == (
@@ -172,7 +172,7 @@ def test_times_have_the_unit_that_suits_them():
     assert "A step takes 7.2 ms" in str(page)
     assert str(page).count("F us") == 1 and " 900   800   700" in str(page)
     page, _ = explained(costs=fpipe.Costs(F=9000, I=800, W=700, unit="us"))
-    assert "F ms" in str(page) and " 9     0.8   0.7" in str(page)
+    assert "F ms" in str(page) and re.search(r" 9 +0.8 +0.7", str(page))
 
 
 def test_the_page_shows_the_step_first_and_memory_as_a_picture():
