@@ -234,11 +234,10 @@ def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entr
     """
     plain = [scene for scene in scenes if not scene.against]
     shades = 1 if all(dense) else max(scene.shades for scene in plain)
-    coloured = list(kinds(plain, shades))
-    yield from coloured
-    for keys, meaning in kinds(scenes, 1):  # those that only compared scenes have
-        if all(meaning != text for _, text in coloured):
-            yield (), f"{keys[0][0]}: {meaning}"
+    coloured = {op for scene in plain for op in scene.ops}
+    for keys, text in kinds(scenes, shades):
+        op = keys[0][0]
+        yield (keys, text) if op in coloured else ((), f"{op}: {text}")
     if shades > 1:
         yield (), "paler: other stages"
     if any(scene.against and scene.shades == 2 for scene in scenes):
