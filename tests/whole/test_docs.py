@@ -237,7 +237,7 @@ def test_figures_of_readme_are_those_of_its_picture():
     figures = re.findall(r">total ([\d.]+), bubble ([\d.]+)%, peak", drawn)
     assert [name for name, *_ in printed] == ["1F1B", "ZBV"]
     assert [tuple(row) for _, *row in printed] == figures
-    largest = re.search(r"last action: (\d+) % with 1F1B, and 0 with ZBV", text)
+    largest = re.search(r"takes longest: (\d+) % with 1F1B, and 0 with ZBV", text)
     assert largest and [int(largest[1]), 0] == [round(float(bubble)) for *_, bubble in printed]
 
 
