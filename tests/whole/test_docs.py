@@ -258,6 +258,20 @@ def test_what_readme_says_of_time_was_measured():
         assert [*map(float, cell.groups())] == pytest.approx(
             [min(measured), max(measured)], abs=0.1
         ), size
+    cell = re.search(r"^\| time of a step: GPT-2 .*?\| ([\d.]+) to ([\d.]+) \| 1 ", text, re.M)
+    rows = json.loads(file.with_name("peers.json").read_text(encoding="utf-8"))["rows"]
+    model = "GPT-2 small, 2 processes, 8 microbatches of 1 x 128 tokens, float32"
+    steps = {
+        (row["library"], row["schedule"], row["compile"]): row["step"]
+        for row in rows
+        if row["scenario"] == model
+    }
+    found = [
+        step / steps["torch", schedule, ""]
+        for (library, schedule, _), step in steps.items()
+        if library == "fpipe"
+    ]
+    assert cell and [*map(float, cell.groups())] == pytest.approx([min(found), max(found)], abs=0.1)
     less = re.search(r"a step of ZBV takes (\d+) % less time than with torch", text)
     assert less
     assert 1 - int(less[1]) / 100 == pytest.approx(ratios["ZBVZeroBubble", "medium"], abs=0.1)
