@@ -251,9 +251,10 @@ def _legend(
         letter = keys[0][0] if keys and keys[0][0] in OPS else ""
         texts.append(f"{letter}: {text}" if letter else text)
     for columns in range(len(texts), 0, -1):  # as many as fit
+        rows_first = [k for c in range(columns) for k in range(c, len(texts), columns)]
         legend = axes.legend(
-            handles,
-            texts,
+            [handles[k] for k in rows_first],
+            [texts[k] for k in rows_first],
             loc="upper left",
             bbox_to_anchor=(0, -42 / height),
             borderaxespad=0,
