@@ -177,18 +177,18 @@ def compare(
     priced = f"costs {repr(price)[6:-1]} of {whose}"
     chosen = comparison.take(entries, limit)
     take = chosen and chosen.name
-    table = "\n".join(comparison.table(entries, limit))
+    columns = _COLUMNS.format(_one(price, per), "" if limit == inf else "; ! is over the limit")
+    table = "\n".join([columns, *comparison.table(entries, limit)])
     if out is not None:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
         points = list(comparison.points(entries))
-        pictures.frontier(points, out, look, title, limit, take or "", table)
+        text = table + "\n" + _taken(chosen, limit)
+        pictures.frontier(points, out, look, title, limit, take or "", text)
     if as_json:
         rows = [entry._asdict() for entry in entries]
         print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
         return
-    over = "" if limit == inf else "; ! is over the limit"
-    columns = _COLUMNS.format(_one(price, per), over)
-    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{columns}\n{table}")
+    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{table}")
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
     click.echo(_taken(chosen, limit))

@@ -32,7 +32,7 @@ PAGE = """<!doctype html>
 <title>{}</title><style>{}body{{margin:0;padding:1rem;background:var(--paper);color:var(--ink);
 color-scheme:var(--scheme);font:15px/1.5 system-ui,sans-serif}}
 body>*{{max-width:1100px;margin:1rem auto}}
-table{{display:block;overflow-x:auto;border-collapse:collapse;
+table,pre{{display:block;overflow-x:auto;border-collapse:collapse;
 background:linear-gradient(var(--paper) 0 0) right/1.5rem 100% no-repeat local,
 linear-gradient(to left,var(--line),transparent) right/1.5rem 100% no-repeat scroll}}
 td,th{{padding:.15rem 1rem .15rem 0;text-align:left;vertical-align:top;white-space:nowrap;

@@ -80,7 +80,7 @@ def paint(
         drawn = _figure(points, replace(look, width=width), ".svg", [], limit, take)
         picture = drawn[drawn.index(b"<svg") :].decode()
         parts.append(picture.replace("<svg", f'<svg class="{kind}" style="width:100%"', 1))
-    parts.append(f'<pre style="overflow-x:auto">{escape(table)}</pre>')
+    parts.append(f"<pre>{escape(table)}</pre>")
     return page(said[0], "".join(parts), look.dark).encode()
 
 
