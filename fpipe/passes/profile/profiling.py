@@ -145,8 +145,8 @@ class Profile:
 
     @property
     def simulated(self) -> Timeline:
-        """The same rows, simulated with ``costs``."""
-        return self.simulate(self.costs)
+        """The same rows, simulated with the costs of that step."""
+        return self.simulate(costs([self._median]))
 
     def simulate(self, price: Costs) -> Timeline:
         """The same rows, simulated with other costs."""
