@@ -213,8 +213,9 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
 
     Returns:
         A function with the arguments and the result of ``step``, or a context manager; every
-        process must use it. Its ``timeline`` is the step as it ran, ``simulated`` the simulation
-        with its ``costs``, and ``save(path)`` draws both.
+        process must use it. Its ``timeline`` is the step of median time, ``simulated`` that step
+        with the mean times of its actions, ``costs`` has those of all steps, and ``save(path)``
+        draws both.
 
     Raises:
         FpipeError: if its results are read before a step ran.
