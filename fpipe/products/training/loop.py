@@ -434,10 +434,11 @@ class Loop:
             **sides,
         )
         loss, states = loss if stateful else (loss, None)
-        # Until all ranks have their gradients, none changes its parameters.
-        stop = torch.tensor([float(bool(signals))], device=self.pipe.config.device)  # for all
+        flag = torch.tensor([float(bool(signals))], device=self.pipe.config.device)
         for group in groups_of(self.pipe):
-            stop = group.all_reduce(stop, "max")
+            flag = group.all_reduce(flag, "max")
+        # This waits until all ranks have their gradients; none changes its parameters before.
+        stop = bool(flag.item())
         if members is not None:
             leaves, spec = flatten((loss, grads))
             means = members.mean(leaves)
@@ -451,7 +452,7 @@ class Loop:
             updates, state = tx.update(grads, state, now.params)
             params = apply_updates(now.params, updates)
         state = (state, states) if stateful else state
-        return loss, Trained(params, state, now.step + 1), bool(stop.item())
+        return loss, Trained(params, state, now.step + 1), stop
 
     def _logger(self, step: int, last: Record) -> Log | None:
         """Where records go, on the first process. ``last`` is this copy's: if it is of this step,
