@@ -219,10 +219,11 @@ def keep_freed() -> bool:
     """Keep up to 1 GiB of freed memory, in blocks of less than 32 MiB, where the C library is
     glibc's; whether it does.
 
-    Without this, glibc returns blocks of 128 KiB to the system as soon as they are freed, and the
-    next step faults every page in again. Larger ones would leave fragments. Its documented
-    variables (``MALLOC_TRIM_THRESHOLD_``) are read when a process is loaded, which is too late in a
-    forked one. Settings for malloc in the environment take precedence.
+    Without this, glibc returns blocks of 128 KiB or more to the system as soon as they are freed,
+    and the next step faults every page in again. Blocks of 32 MiB or more go back, because kept
+    ones leave fragments. The documented variables of glibc (``MALLOC_TRIM_THRESHOLD_``) are read
+    when a process is loaded, which is too late in a forked one. Settings for malloc in the
+    environment take precedence.
     """
     if os.environ.get(SWITCH) == "0" or any(name.startswith("MALLOC_") for name in os.environ):
         return False

@@ -75,9 +75,9 @@ def receive(
     names = Names(pipe)
     expected = agree(pipe, lambda: names.expected(like))
     templates = {
-        stage: names.tree(stage, like, whole=True)
-        for stage, like in enumerate(expected)
-        if like is not None
+        stage: names.tree(stage, given, whole=True)
+        for stage, given in enumerate(expected)
+        if given is not None
     }
     wanted = _wanted(names, templates)
     seen = set[str]()

@@ -200,7 +200,7 @@ def _wide(call: Call) -> Sequence[Tree]:
     return wide
 
 
-def _narrowed(value, leaf):
+def _narrowed(value: Tree, leaf: Tree) -> Tree:
     """A parameter in its own dtype again, for one microbatch."""
     if tree.is_tensor(value):
         return value.to(leaf.dtype)

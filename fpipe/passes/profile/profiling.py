@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
 from os import PathLike
@@ -90,8 +91,8 @@ class Profile:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
         head, _, figures = str(self).partition("\n")
         picture = pictures.figure(self._both)
-        of = f"step of median time of {len(self.runs)}: {head}"
-        return f"<p>{of}</p>{picture}<pre>{escape(figures)}</pre>"
+        head = f"step of median time of {len(self.runs)}: {head}"
+        return f"<p>{head}</p>{picture}<pre>{escape(figures)}</pre>"
 
     @property
     def _headline(self) -> str:
@@ -113,7 +114,7 @@ class Profile:
         several plans in one step the one that took longest.
         """
         in_turn = ", ranks in turn: their waiting is not that of processes" * self.in_turn
-        return timeline(self._median, name=self._called(f"measured{in_turn}"))
+        return timeline(self._median, name=self._called("measured" + in_turn))
 
     @property
     def _median(self) -> tuple[Run, ...]:
@@ -146,13 +147,14 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
-        return self.simulate(costs([self._median]))
+        price = costs([self._median])
+        return replace(self.simulate(price), name=self._called("simulated with mean times"))
 
     def simulate(self, price: Costs) -> Timeline:
         """The same rows, simulated with other costs."""
         real = self.timeline
         rows = Rows(real.rows, real.placement, real.microbatches, real.slices)
-        return simulate_rows(inspect_rows(rows), price, self._called("simulated with mean times"))
+        return simulate_rows(inspect_rows(rows), price, self._called("simulated"))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines: see ``Timeline.save``."""

@@ -176,14 +176,14 @@ def compare(
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
     priced = f"costs {repr(price)[6:-1]} of {whose}"
     chosen = comparison.take(entries, limit)
+    taken = _taken(chosen, limit)
     take = chosen and chosen.name
     columns = _COLUMNS.format(_one(price, per), "" if limit == inf else "; ! is over the limit")
     table = "\n".join([columns, *comparison.table(entries, limit)])
     if out is not None:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
         points = list(comparison.points(entries))
-        text = table + "\n" + _taken(chosen, limit)
-        pictures.frontier(points, out, look, title, limit, take or "", text)
+        pictures.frontier(points, out, look, title, limit, take or "", f"{table}\n{taken}")
     if as_json:
         rows = [entry._asdict() for entry in entries]
         print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
@@ -191,7 +191,7 @@ def compare(
     click.echo(f"ranks {p}, microbatches {m}, {priced}\n{table}")
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
-    click.echo(_taken(chosen, limit))
+    click.echo(taken)
     if out is not None:
         click.echo(f"wrote {out}")
 
@@ -247,8 +247,10 @@ def solve(
         )
     best.check()
     t = best.timeline
-    entries, _ = comparison.compare(p, m, costs=price, per=per, stages=best.stages)
-    taken = comparison.take(entries, *limits(memory, 1, price))
+    with progress("comparing schedules") as track:
+        entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
+    [limit] = limits(memory, 1, price)
+    taken = comparison.take(entries, limit)
     found = _figures(t.total, t.bubble, max(t.peak_bytes))
     lines = [
         f"{found} (the fullest rank's peak{_one(price, per)})",

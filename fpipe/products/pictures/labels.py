@@ -114,13 +114,9 @@ def notes(scene: Scene) -> list[str]:
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
     lines = [f"Bubble by cause: {', '.join(parts)}."] * bool(parts) + [units(scene)]
     if scene.against:
-        was = scene.against.timeline.placement.stages
-        cut = (
-            " An action is compared with the same layers there."
-            if was != t.placement.stages
-            else ""
-        )
-        lines.insert(0, f"In brackets: the change from {scene.against.name}.{cut}")
+        lines.insert(0, f"In brackets: the change from {scene.against.name}.")
+        if scene.against.timeline.placement.stages != t.placement.stages:
+            lines[0] += " An action is compared with the same layers there."
     return lines
 
 
@@ -212,7 +208,7 @@ def tints(scene: Scene) -> Iterator[Entry]:
     if not scene.against:
         return
     used = {colour for bar in scene.bars for colour in bar.colours}
-    shifts = [bar.shift or 0.0 for bar in scene.bars]
+    shifts = [0.0, *(bar.shift or 0.0 for bar in scene.bars)]
     other = scene.against.name
     meanings = {
         f"ends earlier than in {other}, by {time(-min(shifts), scene)} at most": range(SAME),

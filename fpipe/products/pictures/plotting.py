@@ -117,7 +117,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     font = 7 if look.paper else 8
     colours = palette(max(scene.shades for scene in scenes), bool(look.dark))
     ticks: dict[float, str] = {}
-    figures: list[str] = []
+    beside: dict[float, str] = {}
     y = 0.0
     for scene in scenes:
         if not look.paper:
@@ -127,8 +127,9 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
         elif len(scenes) > 1:
             _write(axes, [scene.name], y, 0, color=colours["ink"], fontsize=font)
         for rank, lane in enumerate(scene.lanes):
-            ticks[y + rank + 0.5 * f.lane / f.pitch] = f"rank {rank}"
-            figures.append(labels.figures_of(lane, scene))
+            place = y + rank + 0.5 * f.lane / f.pitch
+            ticks[place] = f"rank {rank}"
+            beside[place] = labels.figures_of(lane, scene)
         _draw(axes, scene, y, f, colours)
         y += len(scene.lanes) + above / f.pitch
     unit = scenes[0].timeline.unit
@@ -145,7 +146,6 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     if not look.paper:
-        beside = dict(zip(ticks, figures, strict=True))
         _label(axes.secondary_yaxis("right"), beside, colours["faint"], font)
     entries = labels.legend(scenes, look, list(map(f.is_dense, scenes)))
     _legend(axes, entries, colours, height, font)
@@ -248,8 +248,8 @@ def _legend(
     texts: list[str] = []
     for keys, text in entries:
         handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
-        letter = keys[0][0] if keys and keys[0][0] in OPS else ""
-        texts.append(f"{letter}: {text}" if letter else text)
+        is_work = keys and keys[0][0] in OPS
+        texts.append(f"{keys[0][0]}: {text}" if is_work else text)
     for columns in range(len(texts), 0, -1):  # as many as fit
         rows_first = [k for c in range(columns) for k in range(c, len(texts), columns)]
         legend = axes.legend(

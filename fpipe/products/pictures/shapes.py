@@ -115,15 +115,16 @@ def frame(
     scale = width / (max(scene.length for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
     space = min(scene.cell for scene in scenes) * scale - 3
-    named = size = 0.0
-    compared = any(scene.against for scene in scenes)  # letters, as colours are shifts
-    detail = 3
-    for detail in (3, 2, 1)[: 3 - compared]:  # the fullest names that fit into a short bar
+    named = 0.0
+    compared = scenes[-1].against  # names have letters then, as colours are shifts
+    details = (3, 2) if compared else (3, 2, 1)
+    for detail in details:  # the fullest names that fit into a short bar
         longest = max(0.5, *(widest_name(scene, detail) for scene in scenes))
         size = min(space / longest / letters, 12.0)
         if size >= (9.5 if detail > 1 and not compared else max(least, 7.5)):
             break
     else:
+        detail = details[-1]
         size = max(least, 7.5)
         named = 1.5 * scale * min(scene.cell for scene in scenes)
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
@@ -134,7 +135,7 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
     cells = max(scene.length for scene in scenes) / min(scene.cell for scene in scenes)
     wide = max(min(cells * CELL, COLUMN), min(cells * FINE, WIDEST), NARROWEST)
-    if cells * TIGHT <= (WIDEST if any(scene.against for scene in scenes) else WIDER):
+    if cells * TIGHT <= (WIDEST if scenes[-1].against else WIDER):
         wide = max(wide, cells * TIGHT)
     ranks = max(len(scene.lanes) for scene in scenes)
     return wide, 26 if ranks <= 8 else 20 if ranks <= 32 else 14

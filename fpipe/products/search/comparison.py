@@ -16,6 +16,7 @@ from ...actions import Per, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
 from ..pictures.labels import aligned, size_text
+from .problem import ALMOST
 
 
 class Entry(NamedTuple):
@@ -92,7 +93,7 @@ def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:
     """The schedule to take: of those that hold at most ``limit`` the one of the least total, then
     of the fewest weights, then of the least memory.
     """
-    fitting = [entry for entry in entries if entry.memory <= limit * (1 + 1e-9)]
+    fitting = [entry for entry in entries if entry.memory <= limit * ALMOST]
     return min(fitting, key=lambda e: (round(e.total, 9), e.weights, e.memory), default=None)
 
 
@@ -125,16 +126,16 @@ def table(entries: Sequence[Entry], limit: float = inf) -> Iterator[str]:
     }
     if any(entry.volume for entry in entries):
         columns["volume"] = size_text
-    values = [{field: round(getattr(e, field), 9) for field in columns} for e in entries]
-    least = {field: min(row[field] for row in values) for field in columns}
-    starred = {f for f in columns if f != "weights" and any(r[f] > least[f] for r in values)}
+    values = {field: [round(getattr(e, field), 9) for e in entries] for field in columns}
+    best = {f: min(v) for f, v in values.items() if f != "weights" and min(v) < max(v)}
     rows = [["schedule", "stages", *(f"{field} " for field in columns)]]
-    for entry, row in zip(entries, values, strict=True):
+    for place, entry in enumerate(entries):
         cells = [entry.name, str(entry.stages)]
         for field, show in columns.items():
-            mark = "*" if field in starred and row[field] == least[field] else " "
-            if field == "memory" and entry.memory > limit * (1 + 1e-9):
+            value = values[field][place]
+            mark = "*" if value == best.get(field) else " "
+            if field == "memory" and value > limit * ALMOST:
                 mark = "!"
-            cells.append(show(row[field]) + mark)
+            cells.append(show(value) + mark)
         rows.append(cells)
     yield from aligned(rows, " ")
