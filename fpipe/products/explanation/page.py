@@ -236,9 +236,9 @@ class Explanation:
         unit, scale = readable(t.total, t.unit)
         kind = "measured or given" if self.facts.measured else "estimates from shapes"
         total, span = (f"{number(scale * time)} {unit}".rstrip() for time in (t.total, t.span))
-        shares = sorted((1 - time / (t.span or 1.0), rank) for rank, time in enumerate(t.busy))
-        (least, busiest), (most, idlest) = shares[0], shares[-1]
-        idle = f"{percent(most)} of it on rank {idlest}, {percent(least)} on rank {busiest}"
+        work = sorted((time / (t.span or 1.0), rank) for rank, time in enumerate(t.busy))
+        (least, idlest), (most, busiest) = work[0], work[-1]
+        idle = f"{percent(1 - least)} of it on rank {idlest}, {percent(1 - most)} on rank {busiest}"
         return (
             f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
             f"{span}, the longest time of a rank from its first start to its last end"
