@@ -293,18 +293,47 @@ def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Ten
     return pipe, [torch.eye(3)] * 4, torch.ones(microbatches, 3)
 
 
-def test_a_profile_is_plotted_with_its_simulation_above():
+@pytest.mark.parametrize(
+    ("in_turn", "drawn"),
+    [
+        (False, ["small, simulated with mean times", "small, measured"]),
+        (True, ["small, simulated with mean times"]),
+    ],
+)
+def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: list[str]):
+    """Ranks that ran in turn waited for the turns of others: only their simulation is drawn."""
     pipe, params, x = small()
     step = fpipe.profile(fpipe.value_and_grad(pipe), name="small")
     step(params, x)
+    assert step.in_turn
+    step.in_turn = in_turn
     axes = step.plot(Figure(figsize=(8, 6)).subplots(), "light")
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
-    assert labels == ["rank 0", "rank 1", "rank 0", "rank 1"]
+    assert labels == ["rank 0", "rank 1"] * len(drawn)
     titles = [text.get_text() for text in axes.texts if text.get_weight() == "bold"]
-    assert [title.partition(":")[0] for title in titles] == [
-        "small, simulated with mean times",
-        "small, measured, ranks in turn",
-    ]
+    assert [title.partition(":")[0] for title in titles] == drawn
+
+
+def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The time in which others run is no time of messages: a slow stage is no slow link."""
+    monkeypatch.setattr(sleeping_stages, "UNIT", 0.01)
+    pipe = fpipe.pipeline(
+        [sleeping_stages.short] * 4,
+        "GPipe",
+        loss=sleeping_stages.loss,
+        microbatches=4,
+        group=fpipe.local(4),
+        engine="eager",
+    )
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    arguments = [torch.ones(())] * 4, torch.ones(4)
+    step(*arguments)
+    assert step.costs.comm == 0
+    busy = sum(step.timeline.busy)
+    at_once = fpipe.make_schedule("GPipe", 4, 4).simulate().total / 48  # of all work
+    assert step.simulated.total == pytest.approx(at_once * busy, rel=0.25)
+    assert f"{1e3 * step.timeline.total:.2f} ms, ranks in turn; simulated" in str(step)
+    assert fpipe.measure_costs(pipe, *arguments, steps=1).comm == 0
 
 
 def test_a_profiled_step_has_the_same_bits_and_leaves_nothing_behind():
@@ -331,7 +360,7 @@ def test_with_works_too_and_an_error_ends_the_recording():
         pipe(params, x)  # forward alone: another plan
     assert [len(profiled.runs), profiled.timeline.name] == [
         2,
-        "two, measured, ranks in turn: their waiting is not that of processes",
+        "two, measured, ranks in turn",
     ]
 
     def then_fails() -> None:

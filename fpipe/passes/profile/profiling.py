@@ -85,12 +85,12 @@ class Profile:
 
     # ---- shown ----
     def _repr_html_(self) -> str:
-        """What a notebook shows: the median step below its simulation, and the figures."""
+        """What a notebook shows: the picture and the figures of the median step."""
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
         head, _, figures = str(self).partition("\n")
-        picture = pictures.figure(self._both)
+        picture = pictures.figure(self._drawn)
         head = f"step of median time of {len(self.runs)}: {head}"
         return f"<p>{head}</p>{picture}<pre>{escape(figures)}</pre>"
 
@@ -98,14 +98,16 @@ class Profile:
     def _headline(self) -> str:
         real = self.timeline.total
         predicted = self.simulated.total
+        share = ", ranks at once," if self.in_turn else f" ({predicted / real:.1%})"
         return (
-            f"measured {1e3 * real:.2f} ms; simulated {1e3 * predicted:.2f} ms "
-            f"({predicted / real:.1%}) with mean times alone"
+            f"measured {1e3 * real:.2f} ms{', ranks in turn' * self.in_turn}; "
+            f"simulated {1e3 * predicted:.2f} ms{share} with mean times alone"
         )
 
     @property
-    def _both(self) -> list[Timeline]:
-        return [self.simulated, self.timeline]
+    def _drawn(self) -> list[Timeline]:
+        """Of ranks in turn the simulation alone: their waiting is for the turns of others."""
+        return [self.simulated] if self.in_turn else [self.simulated, self.timeline]
 
     # ---- figures ----
     @property
@@ -113,7 +115,7 @@ class Profile:
         """The step of median time, measured, in seconds, of all that ran what the last one did; of
         several plans in one step the one that took longest.
         """
-        in_turn = ", ranks in turn: their waiting is not that of processes" * self.in_turn
+        in_turn = ", ranks in turn" * self.in_turn
         return timeline(self._median, name=self._called("measured" + in_turn))
 
     @property
@@ -137,7 +139,7 @@ class Profile:
     @cached_property
     def costs(self) -> Costs:
         """The costs of actions and messages in seconds: means over all calls."""
-        return costs(self._alike)
+        return self.priced(self._alike)
 
     @property
     def _alike(self) -> list[tuple[Run, ...]]:
@@ -147,8 +149,13 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
-        price = costs([self._median])
+        price = self.priced([self._median])
         return replace(self.simulate(price), name=self._called("simulated with mean times"))
+
+    def priced(self, steps: Sequence[Sequence[Run]], *held: tuple[float, ...]) -> Costs:
+        """Their costs. Between ranks in turn a message is not on the way: it waits for a turn."""
+        found = costs(steps, *held)
+        return replace(found, comm=0.0) if self.in_turn else found
 
     def simulate(self, price: Costs) -> Timeline:
         """The same rows, simulated with other costs."""
@@ -157,16 +164,18 @@ class Profile:
         return simulate_rows(inspect_rows(rows), price, self._called("simulated"))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture of both timelines: see ``Timeline.save``."""
-        product("pictures").save(self._both, path)
+        """Write a picture of the simulated step over the measured one, of ranks in turn of the
+        former alone: see ``Timeline.save``.
+        """
+        product("pictures").save(self._drawn, path)
 
     def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:
-        """Both timelines one over the other in a figure of matplotlib: see ``Timeline.plot``."""
-        return product("pictures").plot(self._both, ax, style)
+        """That picture in a figure of matplotlib: see ``Timeline.plot``."""
+        return product("pictures").plot(self._drawn, ax, style)
 
     def draw(self, width: int | None = None, color: bool | None = None) -> str:
-        """Both timelines as text."""
-        return product("pictures").draw(self._both, width=width, color=color)
+        """That picture as text."""
+        return product("pictures").draw(self._drawn, width=width, color=color)
 
     def __repr__(self) -> str:
         steps = len(self.runs)
@@ -183,8 +192,8 @@ class Profile:
         lines = [self._headline, ""]
         if self.in_turn:
             lines += [
-                "These ranks ran in turn, in one process: times of programs are theirs,",
-                "waiting and bubble are not those of several processes.",
+                "These ranks ran in turn, in one process: a rank waits while others run.",
+                "The simulation has their times of programs, sending and receiving.",
                 "",
             ]
         lines += [self.costs.table(kinds), "", "what the time of each rank was, in ms"]
@@ -217,7 +226,7 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
         A function with the arguments and the result of ``step``, or a context manager; every
         process must use it. Its ``timeline`` is the step of median time, ``simulated`` that step
         with the mean times of its actions, ``costs`` has those of all steps, and ``save(path)``
-        draws both.
+        draws both; of ranks in turn, in one process, it draws ``simulated``.
 
     Raises:
         FpipeError: if its results are read before a step ran.
@@ -302,7 +311,7 @@ class Measuring:
     def costs(self) -> Costs:
         """Means over the steps so far; every process must call it."""
         runs = [runs for profiled in self._profiles for runs in profiled.runs]
-        return costs(runs, self._held("saved"), self._held("kept"))
+        return self._profiles[0].priced(runs, self._held("saved"), self._held("kept"))
 
     def _held(self, name: str) -> tuple[float, ...]:
         """The bytes of this name, by stage."""

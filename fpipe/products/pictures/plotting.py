@@ -120,12 +120,13 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     beside: dict[float, str] = {}
     y = 0.0
     for scene in scenes:
-        if not look.paper:
-            title, *notes = _heading(scene, width)
-            _write(axes, notes, y, 0, color=colours["ink"], fontsize=font)
-            _write(axes, [title], y, len(notes), color=colours["ink"], weight="bold")
-        elif len(scenes) > 1:
-            _write(axes, [scene.name], y, 0, color=colours["ink"], fontsize=font)
+        axes.axhspan(y - above / f.pitch, y, color=colours["paper"])  # over the grid
+        title, *notes = [scene.name] if look.paper else _heading(scene, width)
+        write(axes, notes, y, 0, color=colours["ink"], fontsize=font)
+        if len(scenes) > 1 or not look.paper:
+            size = font if look.paper else 10
+            style = {"color": colours["ink"], "fontsize": size, "weight": "bold"}
+            write(axes, [title], y, len(notes), **style)
         for rank, lane in enumerate(scene.lanes):
             place = y + rank + 0.5 * f.lane / f.pitch
             ticks[place] = f"rank {rank}"
@@ -159,7 +160,7 @@ def _label(axes: Any, ticks: Mapping[float, str], colour: str, font: float) -> N
     axes.spines[:].set_visible(False)
 
 
-def _write(axes: Axes, lines: Sequence[str], y: float, above: int, **style: Any) -> None:
+def write(axes: Axes, lines: Sequence[str], y: float, above: int, **style: Any) -> None:
     """Write lines over the lanes at ``y``, with so many lines below them."""
     foot = 5 + above * 0.75 * LINE
     axes.annotate("\n".join(lines), (0, y), (0, foot), textcoords="offset points", **style)

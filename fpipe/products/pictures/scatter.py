@@ -24,10 +24,11 @@ from ...actions import number
 from .colours import THEME, palette
 from .html import page
 from .labels import size_text, wrapped
-from .plotting import figure_bytes
+from .plotting import figure_bytes, write
 from .scene import Look
 
 WIDTH, LEAST, SHAPE = 768.0, 330.0, 0.6  # pixels, of the height too, and height per width
+PAD = 0.12  # inches around the figure
 PAGE, PHONE, LINE = 900.0, 370.0, 20.0
 ABOUT = (
     "Lower left is better: for each grey schedule a green one takes no more time and "
@@ -49,8 +50,6 @@ axes.grid True
 axes.axisbelow True
 axes.spines.top False
 axes.spines.right False
-axes.titlelocation left
-axes.titlesize medium
 lines.markersize 5
 """
 #: where a name may be, as seen from its point: 1 or -1 to the right, and upwards; first to the left
@@ -80,7 +79,9 @@ def paint(
         drawn = _figure(points, replace(look, width=width), ".svg", [], limit, take)
         picture = drawn[drawn.index(b"<svg") :].decode()
         parts.append(picture.replace("<svg", f'<svg class="{kind}" style="width:100%"', 1))
-    parts.append(f"<pre>{escape(table)}</pre>")
+    for text in table.split("\n\n"):
+        tag = "pre" if "  " in text else "p"  # columns, or sentences
+        parts.append(f"<{tag}>{escape(text)}</{tag}>")
     return page(said[0], "".join(parts), look.dark).encode()
 
 
@@ -99,9 +100,10 @@ def _figure(
     settings = {key: colours.get(value, value) for key, value in rows}
     settings["font.size"] = "7" if look.paper or width < 500 else "9"
     with rc_context(RcParams(settings)):
-        heading = "\n".join(_wrapped(line, width - 80) for line in said)
-        height = max(width * SHAPE, LEAST + LINE * heading.count("\n"))
-        figure = Figure((width / 96, height / 96), layout="constrained")
+        heading = [part for line in said for part in wrapped(line, 13, width - 80)]
+        height = max(width * SHAPE, LEAST + LINE * len(heading))
+        figure = Figure((width / 96, height / 96))
+        figure.set_layout_engine("constrained", w_pad=PAD, h_pad=PAD)
         _draw(figure, points, heading, limit, take, colours)
         drawn = figure_bytes(figure, suffix, None)
     if look.dark is None and suffix == ".svg":
@@ -112,7 +114,7 @@ def _figure(
 def _draw(
     figure: Figure,
     points: Sequence[Point],
-    title: str,
+    heading: Sequence[str],
     limit: float,
     take: str,
     colours: Mapping[str, str],
@@ -131,12 +133,14 @@ def _draw(
     held = "microbatches of its share of the model" if unit == "B" else unit
     axes = figure.subplots()
     axes.set(
-        title=title,
         xlim=(0, right),
         ylim=(foot, top),
         xlabel=_wrapped(f"memory: the most that a rank holds, in {held}", width - 80),
         ylabel="total: the time of a step",
     )
+    if heading:
+        write(axes, heading[1:], top, 1, fontsize=8)
+        write(axes, heading[:1], top, len(heading), fontsize=11, weight="bold")
     corners = [(right, min(totals))]
     for other, left, y in sorted(names):
         colour = colours["faint" if other else "curve"]
@@ -153,12 +157,16 @@ def _draw(
     taken = [_box(pixels.transform(ends), 2) for ends in pairwise(corners)]
     taken += [_box(pixels.transform([(-left, y)]), 8) for _, left, y in names]
     if isfinite(limit):
-        line = [(limit / scale, foot), (limit / scale, top)]
-        axes.plot(*zip(*line, strict=True), "--", color=colours["mark"])
-        what = f"\xa0a rank may hold {number(limit / scale)}"
-        text = axes.text(*line[1], what, va="top", color=colours["mark"])
-        taken += [text.get_window_extent(), _box(pixels.transform(line), 2)]
+        taken += _limit(axes, limit / scale, foot, top, colours["mark"])
     _write(axes, names, taken, colours, width / 4)
+
+
+def _limit(axes: Axes, limit: float, foot: float, top: float, colour: str) -> Sequence[Bbox]:
+    """Draw the line of what a rank may hold; what it and its text take."""
+    line = [(limit, foot), (limit, top)]
+    axes.plot(*zip(*line, strict=True), "--", color=colour)
+    text = axes.text(*line[1], f"\xa0a rank may hold {number(limit)}", va="top", color=colour)
+    return text.get_window_extent(), _box(axes.transData.transform(line), 2)
 
 
 def _write(

@@ -114,7 +114,6 @@ class Scene:
     unit: str  # of what ranks hold
     against: Scene | None = None  # what it is compared with
     fold: Fold | None = None
-    most: float = 0.0  # the greatest shift of all that are compared with that
 
     @property
     def name(self) -> str:
@@ -370,7 +369,7 @@ def _tinted(scene: Scene, most: float) -> Scene:
         )
         for lane in scene.lanes
     ]
-    return replace(scene, lanes=tuple(lanes), most=most)
+    return replace(scene, lanes=tuple(lanes))
 
 
 def tint(shift: float | None, most: float) -> int:

@@ -133,7 +133,8 @@ def frame(
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
-    cells = max(scene.length for scene in scenes) / min(scene.cell for scene in scenes)
+    cell = min(max(scene.cell, scene.mean / 3) for scene in scenes)
+    cells = max(scene.length for scene in scenes) / cell
     wide = max(min(cells * CELL, COLUMN), min(cells * FINE, WIDEST), NARROWEST)
     if cells * TIGHT <= (WIDEST if scenes[-1].against else WIDER):
         wide = max(wide, cells * TIGHT)

@@ -19,6 +19,7 @@ from ... import Costs, Placement, Schedule, make_schedule, schedule_names
 from ...actions import as_costs, number, plain
 from ...collectives import Group
 from ...errors import ScheduleError, StageError
+from ..pictures.labels import aligned
 from .bounds import Bound
 from .memory_limit import Memory, in_bytes, is_within, limits
 from .solve import Kind, Solved, solve
@@ -59,16 +60,13 @@ class Choice:
     def __str__(self) -> str:
         best = self.best
         unit = self.unit and f" {self.unit}"
-        total = f"total {number(best.total)}{unit}"
-        figures = f"{total}, bubble {best.bubble:.2%}, holds {number(best.memory)}"
-        wide = max(len(each.name) for each in self.candidates)
-        lines = [f"{'schedule':<{wide}}  {'total':>10}  {'bubble':>7}  {'memory':>10}"]
+        figures = f"total {number(best.total)}{unit}, bubble {best.bubble:.2%}"
+        rows = [("schedule", "total", "bubble", "memory", "")]
         for each in self.candidates:
-            row = f"{number(each.total):>10}  {each.bubble:>7.2%}  {number(each.memory):>10}"
-            lines.append(f"{each.name:<{wide}}  {row}" + ("" if each.fits else "  does not fit"))
-        return "\n".join(
-            [f"{best.name}: {figures}; {self.bound.said(best.span, unit)}", "", *lines]
-        )
+            held = number(each.memory), "" if each.fits else "does not fit"
+            rows.append((each.name, number(each.total), f"{each.bubble:.2%}", *held))
+        head = f"{best.name}: {figures}, holds {number(best.memory)}"
+        return "\n".join([f"{head}; {self.bound.said(best.span, unit)}", "", *aligned(rows)])
 
 
 def choose(
