@@ -140,7 +140,7 @@ def _draw(
     )
     if heading:
         write(axes, heading[1:], top, 1, fontsize=8)
-        write(axes, heading[:1], top, len(heading), fontsize=11, weight="bold")
+        write(axes, heading[:1], top, len(heading), size="large", weight="bold")
     corners = [(right, min(totals))]
     for other, left, y in sorted(names):
         colour = colours["faint" if other else "curve"]
