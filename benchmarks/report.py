@@ -208,7 +208,7 @@ def _through_gloo(rows: Rows) -> Iterator[str]:
                 else []
             ),
         ]
-        for r, line in zip(rows, _ratios(rows, 0.75), strict=True)
+        for r, line in zip(rows, _ratios(rows, 0.95), strict=True)
     ]
     yield from _table((*_RATIOS, *more), lines)
 
