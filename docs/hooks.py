@@ -6,6 +6,8 @@ mkdocs calls the hooks during a build; the tests generate and check the same pag
 
 from __future__ import annotations
 
+import dis
+import doctest
 import inspect
 import json
 import re
@@ -15,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -576,7 +579,53 @@ def text_of(value: Any, name: str) -> str:
     doc = inspect.getdoc(value)
     if not doc:
         raise ValueError(f"{name} is public and has no docstring")
-    return markdown(doc)
+    lines = "".join(f">>> {line}\n" for line in imports(doc, value))
+    return markdown(re.sub(r"^>>> ", lambda first: lines + first[0], doc, count=1, flags=re.M))
+
+
+def imports(doc: str, value: Any) -> list[str]:
+    """The imports that a reader of an example needs: doctests have the names of their module.
+
+    >>> imports(">>> value_and_grad(torch.ones, nn.Linear)", fpipe.value_and_grad)
+    ['import torch', 'from fpipe import value_and_grad']
+    """
+    source = "".join(example.source for example in doctest.DocTestParser().get_examples(doc))
+    value = getattr(value, "fget", getattr(value, "func", value))  # of properties
+    module = sys.modules[getattr(inspect.unwrap(value), "__module__", None) or "fpipe"]
+    there = value if inspect.ismodule(value) else module
+    whole: list[str] = []
+    parts: dict[str, list[str]] = {}
+    for name in _free(compile(source, "example", "exec")):
+        one = getattr(there, name, None)
+        if isinstance(one, ModuleType):
+            package, _, last = one.__name__.rpartition(".")
+            plain = f"import {one.__name__}" + (f" as {name}" if name != one.__name__ else "")
+            whole.append(f"from {package} import {name}" if package and last == name else plain)
+        elif one is not None:
+            owner = sys.modules[str(getattr(one, "__module__", "fpipe")).partition(".")[0]]
+            homes = (fpipe, *PACKAGES, owner, there)
+            home = next(h.__name__ for h in homes if _plain(getattr(h, name, None)) is _plain(one))
+            parts.setdefault(home, []).append(name)
+    return whole + [f"from {home} import {', '.join(names)}" for home, names in parts.items()]
+
+
+def _plain(value: Any) -> Any:
+    """A function without what checks its arguments."""
+    return inspect.unwrap(value) if callable(value) else value
+
+
+#: public packages, whose names are not those of fpipe
+PACKAGES = fpipe.interop, fpipe.testing, fpipe.transforms, fpipe.devices, fpipe.errors
+
+
+def _free(code: CodeType) -> dict[str, None]:
+    """The names that code reads and does not bind, in the order in which it reads them."""
+    steps = list(dis.get_instructions(code))
+    read = {s.argval: None for s in steps if s.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
+    for inner in filter(inspect.iscode, code.co_consts):
+        read |= _free(inner)
+    bound = {s.argval for s in steps if s.opname == "STORE_NAME"}
+    return {name: None for name in read if name not in bound}
 
 
 #: Sections of a docstring.

@@ -5,8 +5,11 @@ example.
 from __future__ import annotations
 
 import ast
+import builtins
+import doctest
 import inspect
 import re
+import symtable
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -168,3 +171,17 @@ def test_reference_shows_members_and_hides_internals():
     assert "fpipe.Timeline.peak" in headings, "a cached property"
     assert "fpipe.Solved.gap" in headings and "fpipe.Solved.check" not in headings
     assert "all members of [`fpipe.Schedule`](schedules.md#fpipe.Schedule)" in page
+
+
+def test_examples_of_the_reference_import_what_they_use():
+    """Doctests have the names of their module; a reader has those that he sees."""
+    page = "\n".join(hooks.reference().values())
+    entries = re.split(r"(?m)^#{3,4} (fpipe\S+) {.*$", page)[1:]
+    for name, text in zip(entries[::2], entries[1::2], strict=True):
+        source = "".join(example.source for example in doctest.DocTestParser().get_examples(text))
+        table = symtable.symtable(source, name, "exec")
+        read = {symbol.get_name() for symbol in table.get_symbols() if not symbol.is_assigned()}
+        read -= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()}
+        missing = sorted(read - vars(builtins).keys())
+        assert not missing, f"the example of {name} uses {missing}"
+    assert ">>> from fpipe.interop import bind\n" in page
