@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf, nan
-from statistics import median
 from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
 
 from ..errors import ScheduleError, checked
 from .action import AnyAction
-from .action_kinds import KINDS, OPS
+from .action_kinds import KINDS
 
 PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
 #: whose costs a number is
@@ -210,34 +209,6 @@ class Costs:
                 f"the names {', '.join(names)}"
             )
         return cls(**values)
-
-    def table(self, ran: Collection[str] = OPS) -> str:
-        """The measured costs as text: a line for each stage, in milliseconds, and one for messages.
-
-        Args:
-            ran: the kinds of actions that were measured.
-
-        >>> print(Costs(F=[0.001, 0.002], unit="s").table())
-        stage      F ms
-            0     1.000
-            1     2.000
-        """
-        columns = {
-            op: value for op in OPS if op in ran and isinstance(value := getattr(self, op), tuple)
-        }
-        lines = ["stage " + " ".join(f"{name + ' ms':>9}" for name in columns)]
-        for stage, row in enumerate(zip(*columns.values(), strict=True)):
-            lines.append(f"{stage:5d} " + " ".join(f"{1e3 * value:9.3f}" for value in row))
-        messages = (self.boundary, self.send, self.comm, self.receive)
-        rows = zip(*(numbers for numbers in messages if isinstance(numbers, tuple)), strict=True)
-        sized = [row for row in rows if len(row) == len(messages) and row[0]]
-        if sized:
-            size, send, way, receive = map(median, zip(*sized, strict=True))
-            lines.append(
-                f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way "
-                f"{1e6 * way:.0f} us, receiving {1e6 * receive:.0f} us"
-            )
-        return "\n".join(lines)
 
     # ---- other costs ----
     @property

@@ -267,7 +267,7 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert Costs.from_json(found["measured"].to_json()) == found["measured"]
     text = found["text"].splitlines()
     assert text[0].endswith("%) with mean times alone")
-    assert any(re.fullmatch(r" all( +[\d.]+%)+   of the time of all ranks", line) for line in text)
+    assert any(re.fullmatch(r"all( +[\d.]+%)+", line) for line in text)
     assert re.match("Rank 1 computes \\d+ ms longer than the other ranks in every step", text[-1])
 
 
@@ -297,7 +297,7 @@ def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Ten
     ("in_turn", "drawn"),
     [
         (False, ["small, simulated with mean times", "small, measured"]),
-        (True, ["small, simulated with mean times"]),
+        (True, ["small, simulated with mean times, ranks at once"]),
     ],
 )
 def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: list[str]):
@@ -489,8 +489,8 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
     assert repr(step) == "Profile(no step yet)"
     step([torch.ones(())] * 2, torch.ones(4))
     head = next(line for line in str(step).splitlines() if line.startswith("stage "))
-    assert head.split() == ["stage", *(word for kind in kinds.split() for word in (kind, "ms"))]
-    assert str(step).splitlines()[2].startswith("These ranks ran in turn")
+    assert head.split() == ["stage", *kinds.split()]
+    assert "\n\nThe ranks ran in turn, in one process" in str(step)
     assert repr(step).startswith("Profile(1 step, the last: measured ")
 
 
@@ -501,7 +501,7 @@ def test_a_profile_shows_what_preparation_took():
     step = fpipe.profile(fpipe.value_and_grad(pipe))
     arguments = [torch.ones(())] * 2, torch.ones(4)
     step(*arguments)
-    assert "preparation, in this process: tracing" in str(step)
+    assert "Preparation, in this process: tracing" in str(step)
     assert step.prepared.traces == 3, "two stages and the loss"
     assert step.prepared.tracing > step.prepared.lowering > 0
     before = step.prepared

@@ -15,9 +15,11 @@ from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
 from os import PathLike
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...actions.action import Action, Row, Rows
+from ...actions.action_kinds import OPS
 from ...actions.check import inspect_rows
 from ...actions.costs import Costs
 from ...actions.product import product
@@ -89,10 +91,16 @@ class Profile:
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
-        head, _, figures = str(self).partition("\n")
-        picture = pictures.figure(self._drawn)
-        head = f"step of median time of {len(self.runs)}: {head}"
-        return f"<p>{head}</p>{picture}<pre>{escape(figures)}</pre>"
+        body = [f"<p>{escape(self._of_steps)}</p>", pictures.figure(self._drawn)]
+        for title, (head, *rows) in self._tables.items():
+            body.append(f"<p>{title}</p>{pictures.table(head, rows)}")
+        body += [f"<p>{escape(line)}</p>" for line in self._sentences]
+        return "".join(body)
+
+    @property
+    def _of_steps(self) -> str:
+        count = len(self.runs)
+        return f"{f'The step of median time of {count}: ' * (count > 1)}{self._headline}"
 
     @property
     def _headline(self) -> str:
@@ -150,7 +158,8 @@ class Profile:
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
         price = self.priced([self._median])
-        return replace(self.simulate(price), name=self._called("simulated with mean times"))
+        name = "simulated with mean times" + ", ranks at once" * self.in_turn
+        return replace(self.simulate(price), name=self._called(name))
 
     def priced(self, steps: Sequence[Sequence[Run]], *held: tuple[float, ...]) -> Costs:
         """Their costs. Between ranks in turn a message is not on the way: it waits for a turn."""
@@ -185,30 +194,52 @@ class Profile:
         return f"Profile({f'{self.name}, ' if self.name else ''}{done})"
 
     def __str__(self) -> str:
-        parts = [shares(run) for run in self._median]
-        names = list(dict.fromkeys(name for part in parts for name in part))
+        lines = [self._headline]
+        for title, rows in self._tables.items():
+            lines += ["", title, *product("pictures").aligned(rows)]
+        return "\n".join(lines + [f"\n{sentence}" for sentence in self._sentences])
+
+    @property
+    def _tables(self) -> dict[str, list[Sequence[object]]]:
+        """Title -> the rows of a table below its head."""
         actions = (action for row in self.timeline.rows for action in row)
-        kinds = {action.op for action in actions if isinstance(action, Action)}
-        lines = [self._headline, ""]
+        ran = {action.op for action in actions if isinstance(action, Action)}
+        columns = {op: getattr(self.costs, op) for op in OPS if op in ran}
+        stages: list[Sequence[object]] = [("stage", *columns)]
+        for stage, times in enumerate(zip(*columns.values(), strict=True)):
+            stages.append((stage, *(f"{1e3 * time:.3f}" for time in times)))
+        parts = [shares(run) for run in self._median]
+        names = dict.fromkeys(name for part in parts for name in part)
         if self.in_turn:
-            lines += [
-                "These ranks ran in turn, in one process: a rank waits while others run.",
-                "The simulation has their times of programs, sending and receiving.",
-                "",
-            ]
-        lines += [self.costs.table(kinds), "", "what the time of each rank was, in ms"]
-        lines.append("rank " + " ".join(f"{name:>10}" for name in names))
+            names.pop("waiting", None)  # for the turns of others
+        ranks: list[Sequence[object]] = [("rank", *names)]
         for rank, part in enumerate(parts):
-            times = (1e3 * part.get(name, 0.0) for name in names)
-            lines.append(f"{rank:4d} " + " ".join(f"{time:10.3f}" for time in times))
+            ranks.append((rank, *(f"{1e3 * part.get(name, 0.0):.3f}" for name in names)))
         sums = [sum(part.get(name, 0.0) for part in parts) for name in names]
-        each = " ".join(f"{time / sum(sums):10.1%}" for time in sums)
-        lines.append(f" all {each}   of the time of all ranks")
+        ranks.append(("all", *(f"{time / sum(sums):.1%}" for time in sums)))
+        return {
+            "What actions take by stage, in ms": stages,
+            "What the time of each rank is, in ms, and that of all": ranks,
+        }
+
+    @property
+    def _sentences(self) -> Iterator[str]:
+        if self.in_turn:
+            yield "The ranks ran in turn, in one process; the simulation is of ranks at once."
+        else:
+            price = self.costs
+            figures = (price.boundary, price.send, price.comm, price.receive)
+            links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
+            if sized := [link for link in links if link[0]]:
+                size, send, way, receive = map(median, zip(*sized, strict=True))
+                yield (
+                    f"A message of {size:,.0f} bytes: sending {1e6 * send:.0f} us, on the way "
+                    f"{1e6 * way:.0f} us, receiving {1e6 * receive:.0f} us."
+                )
         if self.prepared.seconds:
-            lines += ["", f"preparation, in this process: {self.prepared}"]
-        if not self.in_turn and len(parts) > 1 and all(run.events for run in self._last):
-            lines += ["", late(self._alike, self.simulated.total)]
-        return "\n".join(lines)
+            yield f"Preparation, in this process: {self.prepared}."
+        if not self.in_turn and len(self._median) > 1 and all(run.events for run in self._last):
+            yield late(self._alike, self.simulated.total)
 
 
 def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:

@@ -5,6 +5,7 @@ imports torch.
 
 from __future__ import annotations
 
+from html import escape
 from math import inf
 from pathlib import Path
 from textwrap import fill, wrap
@@ -99,8 +100,7 @@ _COLUMNS = """\
 total: time of a step, from the first start to the last end of all ranks
 bubble: idle share, 1 - work / span; the span is the longest time of one rank
 memory: the fullest rank's peak{}
-* is the best of a column{}
-"""
+* is the best of a column{}"""
 
 
 def _one(price: Costs, per: Per) -> str:
@@ -179,21 +179,21 @@ def compare(
     taken = _taken(chosen, limit)
     take = chosen and chosen.name
     columns = _COLUMNS.format(_one(price, per), "" if limit == inf else "; ! is over the limit")
-    table = "\n".join([columns, *comparison.table(entries, limit)])
+    rows = comparison.table(entries, limit)
     if out is not None:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
-        points = list(comparison.points(entries))
-        pictures.frontier(points, out, look, title, limit, take or "", f"{table}\n{taken}")
+        below = f"<p>{taken}</p>{pictures.table(rows[0], rows[1:])}<p>{escape(columns)}</p>"
+        points = comparison.points(entries)
+        pictures.frontier([*points], out, look, title, limit, take or "", below)
     if as_json:
-        rows = [entry._asdict() for entry in entries]
-        print_json({"schedules": rows, "take": take, "not for these counts": unsupported})
-        return
-    click.echo(f"ranks {p}, microbatches {m}, {priced}\n{table}")
+        found = {"schedules": [entry._asdict() for entry in entries], "take": take}
+        return print_json(found | {"not for these counts": unsupported})
+    head = f"ranks {p}, microbatches {m}, {priced}\n"
+    click.echo("\n".join([head, *pictures.aligned(rows, " "), "", columns]))
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
-    click.echo(taken)
-    if out is not None:
-        click.echo(f"wrote {out}")
+    click.echo(f"{taken}\nwrote {out}" if out else taken)
+    return None
 
 
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:

@@ -2,9 +2,10 @@
 """Pictures of timelines: text, ``.svg``, an interactive page, a trace for Perfetto, and figures of
 matplotlib.
 
-``convert`` turns timelines into a ``scene``, which each format draws.
+``scene`` has what each format draws.
 """
 
+from .labels import aligned
 from .output import (
     FORMATS,
     draw,
@@ -22,6 +23,7 @@ from .scene import Look
 __all__ = [
     "FORMATS",
     "Look",
+    "aligned",
     "draw",
     "figure",
     "folded",

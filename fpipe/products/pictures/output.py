@@ -169,20 +169,20 @@ def frontier(
     title: str,
     limit: float,
     take: str,
-    table: str = "",
+    below: str = "",
 ) -> None:
     """Write time against memory as ``.svg``, ``.png``, ``.pdf`` or ``.html``.
 
     A point is a name, a memory, a total, and whether no other one has less of one and not more of
     the other. ``limit`` is what a rank may hold, ``take`` the name of the point to take, and
-    ``table`` what a page has below the picture.
+    ``below`` what a page has below the picture, as HTML.
     """
     paint = _figures("scatter").paint
     write(
         "picture",
         path,
         FORMATS[:4],
-        lambda suffix: paint(points, look, suffix, title, limit, take, table),
+        lambda suffix: paint(points, look, suffix, title, limit, take, below),
     )
 
 

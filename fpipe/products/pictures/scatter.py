@@ -66,10 +66,10 @@ def paint(
     title: str,
     limit: float,
     take: str = "",
-    table: str = "",
+    below: str = "",
 ) -> bytes:
     """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold, and ``take``
-    the name of the point to take. A page has the ``table`` below the picture.
+    the name of the point to take. A page has the HTML ``below`` the picture.
     """
     said = [*title.splitlines(), ABOUT, *([TAKE.format(take)] if take else [])]
     if suffix != ".html":
@@ -78,11 +78,10 @@ def paint(
     for kind, width in (("wide", look.width or PAGE), ("narrow", PHONE)):
         drawn = _figure(points, replace(look, width=width), ".svg", [], limit, take)
         picture = drawn[drawn.index(b"<svg") :].decode()
-        parts.append(picture.replace("<svg", f'<svg class="{kind}" style="width:100%"', 1))
-    for text in table.split("\n\n"):
-        tag = "pre" if "  " in text else "p"  # columns, or sentences
-        parts.append(f"<{tag}>{escape(text)}</{tag}>")
-    return page(said[0], "".join(parts), look.dark).encode()
+        parts.append(
+            picture.replace("<svg", f'<svg class="{kind}" style="width:100%;height:auto"', 1)
+        )
+    return page(said[0], "".join([*parts, below]), look.dark).encode()
 
 
 def _figure(
@@ -165,6 +164,7 @@ def _limit(axes: Axes, limit: float, foot: float, top: float, colour: str) -> Se
     """Draw the line of what a rank may hold; what it and its text take."""
     line = [(limit, foot), (limit, top)]
     axes.plot(*zip(*line, strict=True), "--", color=colour)
+    axes.axvspan(limit, axes.get_xlim()[1], color=colour, alpha=0.06, linewidth=0)
     text = axes.text(*line[1], f"\xa0a rank may hold {number(limit)}", va="top", color=colour)
     return text.get_window_extent(), _box(axes.transData.transform(line), 2)
 

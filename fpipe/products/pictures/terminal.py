@@ -45,6 +45,10 @@ class _Layout(NamedTuple):
     columns: int
     panels: int
 
+    def column(self, time: float) -> int:
+        """Where a time is; halves go up, so that bars of one length are of one width."""
+        return floor(time * self.scale + 0.5 + 1e-6)
+
 
 def paint(
     scenes: Scenes,
@@ -132,7 +136,7 @@ def _axis(
     step = labels.step_of(8 / layout.scale)
     line = f"{scene.timeline.unit[: layout.margin - 1]:<{layout.margin}}"
     tick = 0
-    while (column := round(scene.place(tick * step) * layout.scale)) < stop:
+    while (column := layout.column(scene.place(tick * step))) < stop:
         text = number(tick * step)
         at = layout.margin + column - first
         fits = len(line) <= at <= layout.margin + layout.columns - len(text)
@@ -174,8 +178,8 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
         idle = " "
     row = _cells(idle * (layout.columns * layout.panels))
     for bar in lane.bars:
-        start = round(bar.start * layout.scale)
-        wide = min(round(bar.end * layout.scale), len(row)) - start
+        start = layout.column(bar.start)
+        wide = min(layout.column(bar.end), len(row)) - start
         count = len(bar.kinds)
         for k, part in enumerate(bar.action.parts):
             a = start + wide * k // count
@@ -188,8 +192,8 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
                     label = _by_chunk(label, bar.kinds[k])
                 last = ENDS[int(bar.colours[k][1:])] if bar.shift is not None else " "
                 end = last if k + 1 == count else "&"
-            text = fill * low + (mark + label)[: high - low]
-            text = text.ljust(b - a - len(end), fill) + end
+            room = max(b - a - len(end), 1)
+            text = (fill * low + (mark + label)[: high - low])[:room].ljust(room, fill) + end
             row[a:b] = _cells(text[: b - a], bar.colours[k])
     return row
 

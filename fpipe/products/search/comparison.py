@@ -15,7 +15,8 @@ from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
 from ...actions import Per, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
-from ..pictures.labels import aligned, size_text
+from ..pictures.labels import size_text
+from ..pictures.output import Cell
 from .problem import ALMOST
 
 
@@ -108,19 +109,21 @@ def points(entries: Sequence[Entry]) -> Iterator[tuple[str, float, float, bool]]
 
 
 # ---- as text ----
-def table(entries: Sequence[Entry], limit: float = inf) -> Iterator[str]:
-    """Lines of text, the least of each column with a star where it is not the same in all, and a
-    memory over ``limit`` with an exclamation mark.
+def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
+    """The rows of a table below its head, the least of each column with a star where it is not the
+    same in all, and a memory over ``limit`` with an exclamation mark.
 
-    >>> print(*table(compare(4, 8, names=["ZB2P", "ZBV"])[0], limit=6), sep="\\n")
-    schedule stages  total  bubble  memory  weights  messages
-    ZBV           8   25.5*  0.00%       4*      1x        96
-    ZB2P          4     27   0.00%       8!      1x        48*
+    >>> from fpipe.products.pictures.labels import aligned
+    >>> rows = table(compare(4, 8, names=["ZB2P", "ZBV"])[0], limit=6)
+    >>> print(*aligned(rows, " "), sep="\\n")
+    schedule stages  total  memory  bubble  weights  messages
+    ZBV           8   25.5*      4*  0.00%       1x        96
+    ZB2P          4     27       8!  0.00%       1x        48*
     """
     columns: dict[str, Callable[[float], str]] = {
         "total": number,
-        "bubble": lambda share: f"{100 * share:.2f}%",
         "memory": size_text if max(entry.memory for entry in entries) >= 4096 else number,
+        "bubble": lambda share: f"{100 * share:.2f}%",
         "weights": lambda copies: f"{copies:g}x",
         "messages": str,
     }
@@ -128,14 +131,14 @@ def table(entries: Sequence[Entry], limit: float = inf) -> Iterator[str]:
         columns["volume"] = size_text
     values = {field: [round(getattr(e, field), 9) for e in entries] for field in columns}
     best = {f: min(v) for f, v in values.items() if f != "weights" and min(v) < max(v)}
-    rows = [["schedule", "stages", *(f"{field} " for field in columns)]]
+    rows: list[list[object]] = [["schedule", "stages", *(f"{field} " for field in columns)]]
     for place, entry in enumerate(entries):
-        cells = [entry.name, str(entry.stages)]
+        cells: list[object] = [entry.name, entry.stages]
         for field, show in columns.items():
             value = values[field][place]
             mark = "*" if value == best.get(field) else " "
             if field == "memory" and value > limit * ALMOST:
                 mark = "!"
-            cells.append(show(value) + mark)
+            cells.append(Cell(show(value) + mark, f"{mark} {show(value)}"))
         rows.append(cells)
-    yield from aligned(rows, " ")
+    return rows

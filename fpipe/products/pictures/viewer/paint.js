@@ -179,6 +179,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
   const matches = matchesOf(state, lane);
   const cell = scene.cell * view.scale;
   const detail = cell >= 5 + 11.5 * scene.longest[0] ? 0 : cell >= 3 + 11.5 * scene.longest[1] ? 1 : 2;
+  const two = detail === 2 && row.bar >= 28 && cell >= 2 + 9 * scene.longest[1];  // lines: stage and op over microbatch
   const small = detail === 2 && scene.microbatches <= 10;  // letters shrink where all names are one digit
   const size = Math.min(11.5, row.bar - 3);
   pen.font = `${size}px ${FONT}`;
@@ -197,16 +198,17 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
       pen.fillRect(a, top, wide, high);
       if (wide < (small ? 5 : 8) || dim || high < 9) continue;
       const part = partsOf(lane, k)[p];
-      if (detail === 2 && high >= 28 && widthOf(pen, part.stage + part.op) * 10 + 2 <= wide && widthOf(pen, part.microbatch) * 10 <= wide) {
-        const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;  // two lines fit
+      if (two && high >= 28) {
+        if (wide < 9 * widthOf(pen, part.stage + part.op)) continue;
+        const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;
         pen.fillStyle = paint.ink;
-        pen.font = `10px ${FONT}`;
+        pen.font = `9px ${FONT}`;
         pen.fillText(part.stage + part.op, middle, top + high / 2 - 6);
         pen.fillText(part.microbatch, middle, top + high / 2 + 6);
         pen.font = `${size}px ${FONT}`;
         continue;
       }
-      const label = detail === 0 ? part.name : detail === 1 ? part.op + part.microbatch : part.microbatch;
+      const label = detail === 0 ? part.name : detail === 1 ? part.op + part.microbatch : scene.tints?.length ? part.op : part.microbatch;
       const fitting = small ? Math.max(7.5, (wide - 0.5) / widthOf(pen, label)) : size;
       const letters = Math.min(size, fitting, fused ? high : size);
       if (widthOf(pen, label) * letters > wide) continue;
