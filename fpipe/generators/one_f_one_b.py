@@ -86,13 +86,11 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
     [1F0, (1F1;1B0)OVERLAP_F_B, (1F2;1B1)OVERLAP_F_B, (1F3;1B2)OVERLAP_F_B, 1B3]
     """
     rows: list[Row] = []
-    for rank in range(ranks):
-        first = min(microbatches, 2 * (ranks - rank) - 1)
+    for rank, pattern in enumerate(patterns(ranks, microbatches, 2)):
         forwards = actions(rank, "F", range(microbatches))
         backwards = actions(rank, "B", range(microbatches))
         tapes = {"F": forwards, "B": backwards, "X": fused(forwards, backwards)}
-        pattern = "F" * first + "X" * (microbatches - first) + "B" * first
-        rows.append(tuple([next(tapes[letter]) for letter in pattern]))
+        rows.append(tuple([next(tapes[letter]) for letter in pattern.replace("BF", "X")]))
     return Schedule(rows, Placement.loop(ranks), microbatches, "Overlapped1F1B")
 
 

@@ -126,11 +126,10 @@ def _passes(block: Block, microbatches: int, stages: int) -> list[list[_Pass]]:
     forward, backward = ([[inf] * microbatches for _ in range(stages)] for _ in "FI")
     at_once: list[float] = [0] * microbatches
     ranks = []
-    for rank, places in enumerate(block.places):
-        one = rank
-        two = stages - 1 - rank
-        inputs = forward[one - 1] if rank else at_once
-        cotangents = backward[two + 1] if rank else forward[two]
+    for one, places in enumerate(block.places):
+        two = stages - 1 - one
+        inputs = forward[one - 1] if one else at_once
+        cotangents = backward[two + 1] if one else forward[two]
         first = _Pass(places[0], "F", inputs, forward[one])
         second = _Pass(places[1], "f", forward[two - 1], forward[two])
         second_back = _Pass(places[2], "i", cotangents, backward[two])
