@@ -140,20 +140,17 @@ def opened(folder: Path, name: str) -> Iterator[BufferedReader]:
         raise CheckpointError(
             f"{name!r} is no name of a file in {folder}; such a checkpoint is not read"
         )
+    path = folder / name
     try:
-        number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         why = error.strerror
-        if (folder / name).is_symlink():
+        if path.is_symlink():
             why = "a symbolic link, which is not followed"
-        raise CheckpointError(
-            f"{folder / name}: {why}; use a complete copy of the checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: {why}; use a complete copy of the checkpoint") from error
     with os.fdopen(number, "rb") as file:
         if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise CheckpointError(
-                f"{folder / name} is not a regular file; such a checkpoint is not read"
-            )
+            raise CheckpointError(f"{path} is not a regular file; such a checkpoint is not read")
         yield file
 
 

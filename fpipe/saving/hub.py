@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
         for name, parts in _FUSED.items():
             if all(part in rows for part in parts):
                 whole = f"{head}.{name}"
-                _put(found, whole, Experts(head, [rows[part] for part in parts]), whole)
+                read = partial(_read_experts, head, [rows[part] for part in parts])
+                _put(found, whole, read, whole)
     return found
 
 
@@ -75,22 +76,15 @@ def _put(rows: dict[T, Read], key: T, read: Read, name: str) -> None:
     rows[key] = read
 
 
-class Experts(NamedTuple):
-    """Parameters of all experts of a layer as one: each part by the number of the expert."""
-
-    head: str
-    parts: Sequence[Mapping[int, Read]]
-
-    def __call__(self) -> Tensor:
-        """Read it."""
-        numbers = range(len(self.parts[0]))
-        if any(set(part) != set(numbers) for part in self.parts):
-            raise CheckpointError(
-                f"{self.head} has the experts {sorted(self.parts[0])}; a layer has experts 0, 1, "
-                "... without gaps"
-            )
-        rows = (torch.cat([part[number]() for part in self.parts]) for number in numbers)
-        return torch.stack(list(rows))
+def _read_experts(head: str, parts: Sequence[Mapping[int, Read]]) -> Tensor:
+    """Parameters of all experts of a layer as one; each part is by the number of the expert."""
+    numbers = range(len(parts[0]))
+    if any(set(part) != set(numbers) for part in parts):
+        raise CheckpointError(
+            f"{head} has the experts {sorted(parts[0])}; a layer has experts 0, 1, ... without gaps"
+        )
+    rows = (torch.cat([part[number]() for part in parts]) for number in numbers)
+    return torch.stack(list(rows))
 
 
 def model_files(path: AnyPath) -> dict[str, Read]:

@@ -128,11 +128,10 @@ class Manifest:
         """The manifest of a folder; CheckpointError where the checkpoint is incomplete or the
         manifest damaged.
         """
-        if not (folder / NAME).is_file():
+        if not is_complete(folder):
+            why = "is no folder"
             if folder.is_dir():
                 why = "has no manifest, so it was not completed"
-            else:
-                why = "is no folder"
             inside = sorted(file.parent.name for file in folder.glob(f"*/{NAME}"))
             other = f", such as {folder / inside[-1]}" if inside else ""
             raise CheckpointError(f"{folder} {why}; load a complete checkpoint{other}")

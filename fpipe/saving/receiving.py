@@ -88,8 +88,8 @@ def receive(
         try:
             if fault is None and wanted(name):
                 tensor = (value if isinstance(value, Tensor) else value()).detach()
-                is_kept = dtype is None or not tensor.is_floating_point()
-                taken[name] = tensor.to(tensor.dtype if is_kept else dtype, copy=True)
+                kind = dtype if tensor.is_floating_point() else None  # None: its own
+                taken[name] = tensor.to(kind, copy=True)
         except Exception as error:  # the other processes go on until all have seen all names
             fault = error
 

@@ -118,7 +118,7 @@ class Structures(NamedTuple):
 
         The structure is recorded under the name of the stage, or composed of its parts.
         """
-        numbers = {part.name: part.numbers for part in of.parts.values()}
+        numbers_of = {part.name: part.numbers for part in of.parts.values()}
 
         def special(node: Node, path: str) -> object:
             if node[0] == "part":
@@ -128,14 +128,15 @@ class Structures(NamedTuple):
                     return leaf(node, path)
                 return NotImplemented
             name = node[1]
-            if numbers.get(name) is None:
+            numbers = numbers_of.get(name)
+            if numbers is None:
                 raise CheckpointError(
                     f"stage {of.index} ({of.prefix}) has a list of blocks {name!r} at {path!r}; "
                     "number them with layers="
                 )
             blocks = [
                 from_node(self.block(name, n), under(path, i), special)
-                for i, n in enumerate(numbers[name] or ())
+                for i, n in enumerate(numbers)
             ]
             if node[2] == "tuple":
                 return tuple(blocks)

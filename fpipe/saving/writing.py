@@ -13,13 +13,13 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
 from ..actions import progress, write_bytes
 from ..collectives.bounded import in_thread
@@ -32,7 +32,6 @@ from .files import File, grouped, write
 from .leaf_names import Names
 from .manifest import Leaf, Manifest, Piece, flush_folder, is_complete
 
-T = TypeVar("T")
 #: Bytes of a file of tensors at most, but for a larger tensor.
 MOST_FILE = 2 << 30
 _POLL = 0.02
@@ -143,18 +142,13 @@ def _start(
     places = holding.places
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
-    written = _started(lambda: job.write(places), folder)
+    # the end of the program, and a load of the folder, wait for such threads
+    start = partial(in_thread, name=writer_of(folder), daemon=False)
+    written = start(lambda: job.write(places))
     completed = None
     if is_first(pipe):
-        completed = _started(lambda: job.complete(facts, written), folder)
+        completed = start(lambda: job.complete(facts, written))
     return Saving(folder, pipe, written, completed)
-
-
-def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
-    """Run a function on a thread that the end of the program, and a load of the folder, wait
-    for.
-    """
-    return in_thread(fn, writer_of(folder), daemon=False)
 
 
 # ---- the folder ----

@@ -274,10 +274,11 @@ def test_a_load_waits_for_the_save_of_its_folder(tmp_path: Path, monkeypatch: py
 
 
 ENDS = """
-import pathlib, sys, fpipe.saving.writing as save
+import functools, pathlib, sys, fpipe.saving.writing as save
 job = save._Job(pathlib.Path(sys.argv[1]), "0", 0, [0, 1], float("inf"), False)
-write = save._started(lambda: job.write([]), job.folder)
-save._started(lambda: job.complete(None, write), job.folder)
+start = functools.partial(save.in_thread, name=save.writer_of(job.folder), daemon=False)
+write = start(lambda: job.write([]))
+start(lambda: job.complete(None, write))
 """
 
 
