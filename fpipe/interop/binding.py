@@ -26,10 +26,6 @@ ByStage: TypeAlias = list[dict[str, Tensor] | None]
 Results: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 
 
-#: Hooks of a parameter, as torch registers them.
-_HOOKS = ("hooks", "hooks after its gradient was accumulated")
-
-
 class BoundFunction(ModuleFunction):
     """A module that keeps its tensors, as a function of parameters and buffers.
 
@@ -147,8 +143,11 @@ class Bound:
         added = set[Tensor]()
         rows = self._tensors(self._leaves)
         for name, parameter in (pair for row in rows for pair in (row or {}).items()):
-            hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-            refuse_hooks(f"parameter {name!r}", dict(zip(_HOOKS, hooks, strict=True)))
+            hooks = {
+                "hooks": parameter._backward_hooks,
+                "hooks after its gradient was accumulated": parameter._post_accumulate_grad_hooks,
+            }
+            refuse_hooks(f"parameter {name!r}", hooks)
         for stage, (row, results) in enumerate(zip(rows, grads, strict=True)):
             for name, grad in (results or {}).items():
                 if grad is None or row is None:

@@ -98,8 +98,8 @@ def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
                 "in forward's order"
             )
         positions.append(position)
-    before = nodes[: positions[0]] if positions else nodes
-    if positions and not any(node.op in ("call_module", "get_attr") for node in before):
+    used = ("call_module", "get_attr")
+    if positions and not any(node.op in used for node in nodes[: positions[0]]):
         raise StageError(
             f"cuts begins with {cuts[0]!r}, where forward begins too: the first stage would be "
             "empty; leave it out"
@@ -143,11 +143,12 @@ def _piece(graph: fx.Graph, nodes: Sequence[fx.Node], low: int, high: int) -> fx
     for node in nodes[low:high]:
         if node not in repeated:
             copy(node)
-    results = tuple(crossing(high))
     if high == len(nodes):
-        piece.output(map_arg(output.args[0], copy))
+        result = output.args[0]
     else:
-        piece.output(map_arg(results[0] if len(results) == 1 else results, copy))
+        sent = tuple(crossing(high))
+        result = sent[0] if len(sent) == 1 else sent
+    piece.output(map_arg(result, copy))
     for side in sides:
         if not copied[side].users:
             piece.erase_node(copied[side])
@@ -214,8 +215,7 @@ def _traced(
     test whose outcomes lead to the same graph, as a part of a condition of such an assertion.
 
     Args:
-        module: the module.
-        cuts: names of submodules.
+        module, cuts: as for ``cut_forward``.
         arguments: names of those that are not known; the others keep their defaults.
         outcomes: of the first tests of values that are not known.
 

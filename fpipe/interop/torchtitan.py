@@ -93,7 +93,7 @@ def _check_names(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:
     """Raise StageError for a stage without submodules, or with names that are none."""
     submodules = {name for name, _ in model.named_modules()}
     for stage, part in enumerate(parts):
-        if [name for name in part if name not in submodules] or not part:
+        if not part or not submodules.issuperset(part):
             raise StageError(
                 f"module_fqns_per_model_part[{stage}] is {list(part)}; name submodules of the "
                 "model, one at least"

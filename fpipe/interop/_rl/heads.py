@@ -60,8 +60,7 @@ def scores(
         return columns
 
     size = max(chunk, 1)
-    firsts = range(0, max(len(rows), 1), size)
-    places = [slice(first, first + size) for first in firsts]
+    places = [slice(first, first + size) for first in range(0, max(len(rows), 1), size)]
     columns = _InChunks.apply(rows, places, of_chunk)
     return Scores(*(column.view(labels.shape) for column in columns))
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ... import Pipeline, global_norm, load as load_trees, save as save_trees, stream, tree
 from ...errors import CheckpointError
 from ...tree import Tree
+from ..binding import Results
 
 #: By stage, tensors by name; None for a stage of another process.
 ByStage: TypeAlias = list[dict[str, Tree] | None]
@@ -108,7 +109,7 @@ class Weights:
                 yield alias, tensor
 
     # ---- gradients ----
-    def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
+    def add_grads(self, grads: Results) -> None:
         """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the leaves."""
         added = set[nn.Parameter]()  # a tied parameter has the sum over all of its stages in each
         for stage, name, leaf in self:

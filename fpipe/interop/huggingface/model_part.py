@@ -88,9 +88,9 @@ def part_module(
     for module in new.modules():
         _fill_rotary(module)
     run = {child for unit in mine for child in new.get_submodule(unit).modules()}
-    for child in {child for unit in units.names for child in new.get_submodule(unit).modules()}:
-        if child not in run:
-            without_buffers(child)
+    in_units = {child for unit in units.names for child in new.get_submodule(unit).modules()}
+    for child in in_units - run:
+        without_buffers(child)
     tensors = tensors_of(new)
     read = {tensors[name] for name in flow.parameters}
     names = list[str]()

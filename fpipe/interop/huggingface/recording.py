@@ -197,9 +197,8 @@ class Recording(TorchDispatchMode):
 
 def _storages(values: Tree) -> list[torch.UntypedStorage]:
     """Return the memory of the tensors in a tree."""
-    leaves = tree.leaves(values)
     return [
         leaf.untyped_storage()
-        for leaf in leaves
+        for leaf in tree.leaves(values)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided
     ]

@@ -55,9 +55,8 @@ def try_forward(
     """Run a model a few times.
 
     Args:
-        model: the model.
+        model, units: the model and its units.
         whole: its clone that can be traced.
-        units: those of the model.
         example: its arguments, if they are not token ids.
 
     Returns:
@@ -128,9 +127,7 @@ def _recorded(
 
 def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of the same shapes on the host, one for all names of a tensor."""
-    empty = dict[Tensor, Tensor]()
-    for tensor in tensors.values():
-        empty[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    empty = {t: torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()}
     return {name: empty[tensor] for name, tensor in tensors.items()}
 
 

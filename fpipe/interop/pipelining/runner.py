@@ -27,6 +27,8 @@ from .batches import Batch
 from .stage import PipelineStage, group_of
 
 Loss: TypeAlias = Callable[..., Tensor]
+#: Output and loss of a microbatch.
+Result: TypeAlias = tuple[Tree, Tensor | None]
 
 
 class _StepFunction(BoundFunction):
@@ -160,12 +162,7 @@ class StepRunner:
         """Tell the other processes of an error in the arguments of a step."""
         self._pipe(schedule)[1].refuse(error)
 
-    def run(
-        self,
-        schedule: Schedule,
-        batch: Batch,
-        training: bool,
-    ) -> list[tuple[Tree, Tensor | None]]:
+    def run(self, schedule: Schedule, batch: Batch, training: bool) -> list[Result]:
         """Run the microbatches, and with ``training`` add gradients to ``.grad``.
 
         Returns:
@@ -186,14 +183,9 @@ class StepRunner:
                 self.described = ()  # the processes describe stages anew
                 self.built.clear()
 
-    def _run(
-        self,
-        schedule: Schedule,
-        batch: Batch,
-        training: bool,
-    ) -> list[tuple[Tree, Tensor | None]]:
+    def _run(self, schedule: Schedule, batch: Batch, training: bool) -> list[Result]:
         bound, pipe = self._pipe(schedule)
-        results = dict[int, tuple[Tree, Tensor | None]]()
+        results = dict[int, Result]()
 
         def keep(number: int, y: Tree, loss: Tensor | None = None) -> None:
             results[number] = y, loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -247,11 +247,9 @@ class FpipeEngine(base.BaseEngine):
     def _least(self) -> int | None:
         """The smallest number of microbatches that the schedule can run."""
         for number in range(1, 4 * self.group.size + 1):
-            try:
+            with suppress(ScheduleError):
                 self.pipe.schedule(number)
-            except ScheduleError:
-                continue
-            return number
+                return number
         return None
 
     def _run(self, tokens: Sequence[Tokens], forward_only: bool) -> list[object] | None:
