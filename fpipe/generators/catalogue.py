@@ -8,6 +8,7 @@ A new schedule is one function and one row in ``TABLE``. A user registers one wi
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from os import PathLike
@@ -79,7 +80,7 @@ def key(name: object) -> str:
     >>> key("Zero-Bubble V")
     'zerobubblev'
     """
-    return str(name).lower().translate({ord(mark): None for mark in "-_ "})
+    return re.sub("[-_ ]", "", str(name).lower())
 
 
 #: The entries by the keys of all names; :func:`register_schedule` adds to them.

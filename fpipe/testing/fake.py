@@ -411,9 +411,9 @@ class FakeGroup(Group):
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """As all_reduce; the wait is for the other ranks."""
         name = f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}"
-        part_of(memory, 0, self.size if scatter else 1)  # raises where it has no such parts
-        total = self._reduce(name, memory, op)
         part, parts = (self.rank, self.size) if scatter else (0, 1)
+        part_of(memory, part, parts)  # raises where it has no such parts
+        total = self._reduce(name, memory, op)
         return Pending(lambda: (part_of(total(), part, parts).clone(),))
 
     def _reduce(self, name: str, tensor: Tensor, op: str) -> Callable[[], Tensor]:
@@ -497,8 +497,9 @@ def run(
     ends = outcomes(fn, ranks, order=order, seed=seed, faults=faults, timeout=timeout)
     failure = _first_failure(ends)
     if failure is not None and failure.error is not None:
-        place = f"on fake rank {failure.rank} of {ranks}, order={order!r}, seed={seed}"
-        failure.error.add_note(place)
+        failure.error.add_note(
+            f"on fake rank {failure.rank} of {ranks}, order={order!r}, seed={seed}"
+        )
         raise failure.error
     dead = [outcome.rank for outcome in ends if outcome.killed]
     if dead:
