@@ -138,7 +138,7 @@ def _start(
     if is_first(pipe):
         mark.unlink(missing_ok=True)
     numbers = [number for number, *_ in processes]
-    job = _Job(folder, token, number, numbers, pipe.group.timeout, shown=wait)
+    job = _Job(folder, token, number, numbers, pipe.group.timeout, shown=wait and number == 0)
     places = holding.places
     if not wait:
         places = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True)) for p in places]
@@ -197,13 +197,12 @@ class _Job:
 
     def write(self, places: Sequence[Place]) -> None:
         """Write the tensors of this process, and then the list of them."""
-        shown = self.shown and self.number == 0
         mine = [place for place in places if place.write]
         groups = list(grouped(mine, lambda place: place.entry.bytes, MOST_FILE))
         files = dict[str, File]()
         pieces = list[object]()
         try:
-            with progress(f"saving {self.folder}") if shown else nullcontext(iter) as track:
+            with progress(f"saving {self.folder}") if self.shown else nullcontext(iter) as track:
                 for number, group in enumerate(track(groups)):
                     name = f"{self.number:05}-{number:05}.safetensors"
                     files[name], found = write(self.folder / name, [p.entry for p in group])
