@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from ...errors import PlanError
@@ -156,8 +157,7 @@ def even_layers(model: Model, stages: int) -> tuple[int, ...]:
     starts = spread([embedding, *[1.0] * model.layers, head], stages)
     # item 0 is the embedding, and the last one is the head
     firsts = [min(max(start - 1, 0), model.layers) for start in starts]
-    ends = [*firsts[1:], model.layers]
-    return tuple(end - first for first, end in zip(firsts, ends, strict=True))
+    return tuple(end - first for first, end in pairwise((*firsts, model.layers)))
 
 
 _schedule = lru_cache(maxsize=256)(make_schedule)

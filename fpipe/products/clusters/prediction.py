@@ -50,7 +50,7 @@ class Memory:
     vocabulary: float
     activations: float
     moment: float
-    late: float = 0.0
+    late: float
 
     @property
     def total(self) -> float:
@@ -162,7 +162,7 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
         busy = sum(case.works[stage].seconds for stage in stages)
         ends.append(start + case.microbatches * busy)
         elements = sum(case.elements[stage] for stage in stages)
-        held = state_bytes(job, layout, elements, layout.per_rank)
+        held = state_bytes(layout, elements)
         if layout.stages - 1 in stages:
             late = elements * GRADIENT / layout.tp if is_early else 0.0
             held += max(case.works[-1].saved - late, 0.0)
@@ -368,16 +368,15 @@ def _optimizer(case: _Case) -> float:
 
 # ---- memory ----
 def _memory(case: _Case, rank: int, activations: float, late: float) -> Memory:
-    job = case.job
     layout = case.layout
     stages = case.ranks[rank]
     layers = sum(case.counts[stage] for stage in stages)
-    layers *= job.model.layer_parameters
+    layers *= case.job.model.layer_parameters
     vocabulary = sum(case.vocabulary[stage] for stage in stages)
     return Memory(
         rank,
-        layers=state_bytes(job, layout, layers, layout.per_rank),
-        vocabulary=state_bytes(job, layout, vocabulary, layout.per_rank),
+        layers=state_bytes(layout, layers),
+        vocabulary=state_bytes(layout, vocabulary),
         activations=activations,
         moment=max(_moment(case, stage) for stage in stages),
         late=late,

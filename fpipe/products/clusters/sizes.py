@@ -195,7 +195,7 @@ def operations(job: Job) -> float:
     return 3 * (model.layers * layer + head)
 
 
-def state_bytes(job: Job, layout: Layout, elements: float, stages: int = 1) -> float:
+def state_bytes(layout: Layout, elements: float) -> float:
     """Bytes of parameters, gradients and optimizer on one rank that holds ``elements`` parameters
     in its stages.
 
@@ -205,7 +205,7 @@ def state_bytes(job: Job, layout: Layout, elements: float, stages: int = 1) -> f
     parts = layout.dp if layout.zero else 1
     copies = 1.0
     if layout.zero == 3:
-        copies = min(2 / max(stages, 1), 1.0)
+        copies = min(2 / layout.per_rank, 1.0)
     if parts > 1:
         copies += 1 / parts
     parameters = PARAMETER * copies
