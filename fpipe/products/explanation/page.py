@@ -5,7 +5,7 @@ and the page of it, as text and as HTML.
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
+from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
 from ... import Costs, Pipeline, Schedule, Stage, Timeline
-from ...actions import counted, number
+from ...actions import counted, number, plain
 from ...errors import FpipeError
 from ...tree import Tree, is_tensor, leaves
 from .. import pictures
@@ -79,7 +79,7 @@ def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | N
     def by_rank(name: str) -> Mapping[int, Any]:
         return ChainMap(*(one[name] for one in every))
 
-    units = (part.microbatch for p in plans.by_rank.values() for a in p.row for part in a.parts)
+    units = (part.microbatch for plan in plans.by_rank.values() for part in plain(plan.row))
     number = max(units) // pipe.config.slices + 1
     schedule = pipe.schedule(number)
     return Facts(
@@ -132,17 +132,14 @@ def _name(stage: Stage) -> str:
 def _edges(plan: Any) -> list[Edge]:
     """The messages that a rank sends between stages."""
     forwards = {key for ins in plan.keyed if ins.kind == "F" for key in ins.writes}
-    messages: Counter[tuple[int, int, str]] = Counter()
-    total: Counter[tuple[int, int, str]] = Counter()
+    sent: defaultdict[tuple[int, int, str], list[int]] = defaultdict(list)
     for ins in plan.keyed:
         if ins.kind != "SEND":
             continue
         source = getattr(ins.reads[0][0], "stage", -1)
         direction = "forward" if ins.reads[0] in forwards else "backward"
-        edge = (ins.op.peer, source, direction)
-        messages[edge] += 1
-        total[edge] += sum(spec.bytes for spec in ins.op.specs)
-    return [Edge(plan.rank, *edge, messages[edge], total[edge]) for edge in messages]
+        sent[ins.op.peer, source, direction].append(sum(spec.bytes for spec in ins.op.specs))
+    return [Edge(plan.rank, *edge, len(sizes), sum(sizes)) for edge, sizes in sent.items()]
 
 
 WIDTHS = {"wide": pictures.output.CELL, "narrow": 360.0}  #: pixels of a picture
@@ -166,8 +163,7 @@ def explain(
             "params, x), or leave it out for estimates"
         )
     facts = collect(pipe, params, pipe.plan(params, x, *targets, **side), costs)
-    ranked = advice(facts.schedule, facts.costs, pipe.schedule)
-    return Explanation(facts, tuple(text for _, text in ranked))
+    return Explanation(facts, advice(facts.schedule, facts.costs, pipe.schedule))
 
 
 class Explanation:

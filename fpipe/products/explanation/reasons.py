@@ -42,20 +42,21 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
 
 def advice(
     schedule: Schedule, costs: Costs, of_count: Callable[[int], Schedule]
-) -> list[tuple[float, str]]:
-    """What to change first: the share of a step that each change saves, and a sentence.
+) -> tuple[str, ...]:
+    """What to change first, as sentences.
 
     ``of_count`` is the schedule of the pipeline for another number of microbatches.
     """
     timeline = schedule.simulate(costs)
     if not timeline.total:
-        return []
+        return ()
     found = [
         *_balance(timeline),
         *_microbatches(timeline, costs, of_count),
         *_schedules(schedule, timeline, costs),
     ]
-    return sorted((one for one in found if one[0] >= LEAST_GAIN), reverse=True)[:2]
+    ranked = sorted((one for one in found if one[0] >= LEAST_GAIN), reverse=True)
+    return tuple(text for _, text in ranked[:2])
 
 
 def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
