@@ -120,13 +120,9 @@ def main(args: Sequence[str] | None = None) -> int:
     2
     """
     try:
-        status = fpipe.main(
-            args=None if args is None else list(args), prog_name="fpipe", standalone_mode=False
-        )
+        status = fpipe.main(args, prog_name="fpipe", standalone_mode=False)
         sys.stdout.flush()
-        if isinstance(status, int):
-            return status
-        return 0
+        return status or 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "fpipe"
         message = " ".join(_nearest_option(error).format_message().split())
