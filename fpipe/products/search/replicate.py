@@ -89,7 +89,16 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
     load = loads[bisect_left(loads, True, key=lambda load: bool(within(load)))]
     _, cuts = min(within(load).values())
     copies = [_ranks(sums[j] - sums[i], microbatches, load * ALMOST) for i, j in cuts]
-    return _spread(list(cuts), copies, ranks, sums, microbatches)
+
+    def load_of(group: int) -> float:
+        i, j = cuts[group]
+        return ceil(microbatches / copies[group]) * (sums[j] - sums[i])
+
+    groups = range(len(cuts))
+    for _ in range(ranks - sum(copies)):  # each rank that is left goes to the group that works most
+        copies[max(groups, key=load_of)] += 1
+    stages = tuple(tuple(range(i, j)) for i, j in cuts)
+    return Partition(stages, tuple(copies), max(map(load_of, groups)))
 
 
 def _ranks(work: float, microbatches: int, load: float) -> int:
@@ -98,26 +107,6 @@ def _ranks(work: float, microbatches: int, load: float) -> int:
         return 1
     share = int(load / work)  # microbatches that a rank can take
     return ceil(microbatches / share) if share else 1 << 62
-
-
-def _spread(
-    cuts: list[tuple[int, int]],
-    copies: list[int],
-    ranks: int,
-    sums: Sequence[float],
-    microbatches: int,
-) -> Partition:
-    """The partition with the ranks that are left: each goes to the group that works most."""
-
-    def load_of(group: int) -> float:
-        i, j = cuts[group]
-        return ceil(microbatches / copies[group]) * (sums[j] - sums[i])
-
-    groups = range(len(cuts))
-    for _ in range(ranks - sum(copies)):
-        copies[max(groups, key=load_of)] += 1
-    stages = tuple(tuple(range(i, j)) for i, j in cuts)
-    return Partition(stages, tuple(copies), max(map(load_of, groups)))
 
 
 def solve_replicated(

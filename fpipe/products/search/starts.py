@@ -165,13 +165,12 @@ def one_by_one(problem: Problem) -> Rows:
     >>> one_by_one(Problem.of(Costs(), (0, 1), 2, 1, (1, 1)))
     [[0, 2], [1, 3]]
     """
-    stages = problem.stages
     count = problem.microbatches
-    way = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
-    by_rank = [
-        [one for one in way if problem.path[one % stages] == r] for r in range(problem.ranks)
-    ]
-    return [[one * count + k for k in range(count) for one in passes] for passes in by_rank]
+    rows: Rows = []
+    for held in problem.of_rank:
+        passes = [*held, *(problem.stages + s for s in held[::-1])]
+        rows.append([one * count + k for k in range(count) for one in passes])
+    return rows
 
 
 def _warm_ups(problem: Problem) -> Iterator[Rows]:
