@@ -46,8 +46,8 @@ class Gpu:
     matmul: float = 0.75
 
     def __post_init__(self) -> None:
-        for name in ("memory", "flops", "bandwidth", "link", "network", "node", "matmul"):
-            value = getattr(self, name)
+        _, *figures = vars(self).items()  # all but the name
+        for name, value in figures:
             if not isinstance(value, (int, float)) or not 0 < value <= MOST:
                 raise PlanError(
                     f"gpu {self.name!s:.60}: {name} is {value!r:.40}, and must be a number above 0 "

@@ -106,8 +106,8 @@ def search(
             best[key] = prediction
             shortest = nsmallest(top, best.values(), key=lambda prediction: prediction.step)
     if not shortest:
-        smallest = sorted(bounds, key=lambda bound: bound.nbytes)
-        raise _too_large(job, [bound.layout for bound in smallest[:NEAREST]])
+        smallest = nsmallest(NEAREST, bounds, key=lambda bound: bound.nbytes)
+        raise _too_large(job, [bound.layout for bound in smallest])
     return Layouts(tuple(shortest), len(layouts), len(possible), predicted)
 
 

@@ -179,7 +179,7 @@ class Model:
     @property
     def active_matrices(self) -> int:
         """Elements of the matrices of a layer that multiply a token."""
-        idle = max(self.experts - self.active, 0) if self.experts else 0
+        idle = max(self.experts - self.active, 0)
         return self.layer_matrices - idle * self._expert
 
 

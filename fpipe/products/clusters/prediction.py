@@ -339,10 +339,9 @@ def _copies(case: _Case) -> float:
     them where they take longer.
     """
     layout = case.layout
-    gpu = case.job.gpu
     if layout.dp == 1:
         return 0.0
-    width = gpu.width(layout.tp * layout.dp)
+    width = case.job.gpu.width(layout.tp * layout.dp)
     elements = max(case.elements) / layout.tp * (layout.dp - 1) / layout.dp
     gathered = elements * PARAMETER / width + LATENCY
     reduced = elements * GRADIENT / width + LATENCY
@@ -358,12 +357,11 @@ def _copies(case: _Case) -> float:
 def _optimizer(case: _Case) -> float:
     """The seconds in which the optimizer reads and writes its state."""
     layout = case.layout
-    gpu = case.job.gpu
     elements = max(case.elements) * layout.per_rank / layout.tp
     if layout.zero:
         elements /= layout.dp
     moved = elements * (2 * OPTIMIZER + GRADIENT + PARAMETER)
-    return moved / (gpu.bandwidth * MEMORY)
+    return moved / (case.job.gpu.bandwidth * MEMORY)
 
 
 # ---- memory ----

@@ -138,7 +138,7 @@ def _kept(job: Job, layout: Layout) -> float:
     """
     model = job.model
     tp = layout.tp
-    hidden = job.model.hidden
+    hidden = model.hidden
     full = layout.recompute == "full"
     again = layout.recompute == "selective" or (full and not model.experts)
     inner = model.inner * (3 if again and model.gated else 1)
