@@ -48,7 +48,7 @@ def explain(script: str, arguments: Sequence[str], out: str | None) -> None:
         page.save(out)
         click.echo(f"wrote {out}")
     else:
-        click.echo(str(page))
+        click.echo(page)
 
 
 def first_page(script: str, arguments: Sequence[str]) -> Any:

@@ -47,9 +47,7 @@ class Text:
         last = len(self.text) - length
         starts = torch.randint(last, (rows, 1), generator=generator)
         pieces = self.tokens[starts + torch.arange(length + 1)]
-        x = pieces[:, :-1]
-        following = pieces[:, 1:]
-        return x.contiguous(), following.contiguous()
+        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
 def sonnets() -> Text:
