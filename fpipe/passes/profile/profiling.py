@@ -24,6 +24,7 @@ from ...actions.check import inspect_rows
 from ...actions.costs import Costs
 from ...actions.product import product
 from ...actions.simulation import simulate_rows
+from ...actions.text import counted
 from ...actions.timeline import Timeline
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
@@ -91,16 +92,13 @@ class Profile:
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
-        body = [f"<p>{escape(self._of_steps)}</p>", pictures.figure(self._drawn)]
+        steps = len(self.runs)
+        of_steps = f"The step of median time of {steps}: " * (steps > 1)
+        body = [f"<p>{of_steps}{self._headline}</p>", pictures.figure(self._drawn)]
         for title, (head, *rows) in self._tables.items():
             body.append(f"<p>{title}</p>{pictures.table(head, rows)}")
         body += [f"<p>{escape(line)}</p>" for line in self._sentences]
         return "".join(body)
-
-    @property
-    def _of_steps(self) -> str:
-        count = len(self.runs)
-        return f"{f'The step of median time of {count}: ' * (count > 1)}{self._headline}"
 
     @property
     def _headline(self) -> str:
@@ -140,9 +138,7 @@ class Profile:
         return self.runs[-1]
 
     def _called(self, what: str) -> str:
-        if self.name:
-            return f"{self.name}, {what}"
-        return what
+        return f"{self.name}, {what}" if self.name else what
 
     @cached_property
     def costs(self) -> Costs:
@@ -187,11 +183,10 @@ class Profile:
         return product("pictures").draw(self._drawn, width=width, color=color)
 
     def __repr__(self) -> str:
-        steps = len(self.runs)
         done = "no step yet"
-        if steps:
-            done = f"{steps} step{'s' if steps > 1 else ''}, the last: {self._headline}"
-        return f"Profile({f'{self.name}, ' if self.name else ''}{done})"
+        if self.runs:
+            done = f"{counted(len(self.runs), 'step')}, the last: {self._headline}"
+        return f"Profile({self._called(done)})"
 
     def __str__(self) -> str:
         lines = [self._headline]
@@ -202,8 +197,7 @@ class Profile:
     @property
     def _tables(self) -> dict[str, list[Sequence[object]]]:
         """Title -> the rows of a table below its head."""
-        actions = (action for row in self.timeline.rows for action in row)
-        ran = {action.op for action in actions if isinstance(action, Action)}
+        ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
         columns = {op: getattr(self.costs, op) for op in OPS if op in ran}
         stages: list[Sequence[object]] = [("stage", *columns)]
         for stage, times in enumerate(zip(*columns.values(), strict=True)):

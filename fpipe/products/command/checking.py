@@ -180,20 +180,20 @@ def compare(
     take = chosen and chosen.name
     columns = _COLUMNS.format(_one(price, per), "" if limit == inf else "; ! is over the limit")
     rows = comparison.table(entries, limit)
-    if out is not None:
+    if out:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
         below = f"<p>{taken}</p>{pictures.table(rows[0], rows[1:])}<p>{escape(columns)}</p>"
         points = comparison.points(entries)
         pictures.frontier([*points], out, look, title, limit, take or "", below)
     if as_json:
         found = {"schedules": [entry._asdict() for entry in entries], "take": take}
-        return print_json(found | {"not for these counts": unsupported})
+        print_json(found | {"not for these counts": unsupported})
+        return
     head = f"ranks {p}, microbatches {m}, {priced}\n"
     click.echo("\n".join([head, *pictures.aligned(rows, " "), "", columns]))
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
     click.echo(f"{taken}\nwrote {out}" if out else taken)
-    return None
 
 
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:

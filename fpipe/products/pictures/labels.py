@@ -140,8 +140,8 @@ def summary(scene: Scene, mark: str = "\u2026") -> Iterator[str]:
 
 def units(scene: Scene) -> str:
     """What the times are: their unit, and what a stage takes."""
-    parts = [[part for bar in lane.bars for part in bar.action.parts] for lane in scene.lanes]
-    count = max(len({part.stage for part in row}) for row in parts)
+    ranks = range(scene.timeline.ranks)
+    count = max(len(scene.timeline.placement.stages_of(rank)) for rank in ranks)
     stages = "the stage" if count == 1 else f"each of the {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
