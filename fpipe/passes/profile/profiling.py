@@ -222,7 +222,12 @@ class Profile:
             yield "The ranks ran in turn, in one process; the simulation is of ranks at once."
         else:
             price = self.costs
-            figures = (price.boundary, price.send, price.comm, price.receive)
+            figures = (
+                price.boundary,
+                price.send,
+                price.comm,
+                price.receive,
+            )
             links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
             if sized := [link for link in links if link[0]]:
                 size, send, way, receive = map(median, zip(*sized, strict=True))

@@ -261,6 +261,6 @@ def solve(
         lines.append(f"the best named schedule with {best.stages} stages, {taken.name}: {named}")
     click.echo("\n".join([repr(best.placement), *(fill(line, 80) for line in lines)]))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
-    if out is not None:
+    if out:
         best.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out} --per {per} --costs {costs or 'F=1'}")
