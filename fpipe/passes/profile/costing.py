@@ -194,13 +194,14 @@ def _link(
     return max(both - receiving, 0.0), sending, receiving + handling, nbytes
 
 
-def shares(run: Run) -> dict[str, float]:
+def shares(run: Run) -> defaultdict[str, float]:
     """How a rank spent its time between its first instruction and its last, by kind of work."""
     times = defaultdict[str, float](float)
     for event in run.events:
         times[_WORK.get(event.kind, "the rest")] += event.end - event.start
     length = run.events[-1].end - run.events[0].start if run.events else 0.0
-    return {**times, "between": length - sum(times.values())}
+    times["between"] = length - sum(times.values())
+    return times
 
 
 def length(runs: Sequence[Run]) -> float:
@@ -218,7 +219,7 @@ def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
         begins = [run.events[0].start for run in runs]
         spent = [shares(run) | {"start": begin} for run, begin in zip(runs, begins, strict=True)]
         for kind in _OWN:
-            times = [one.get(kind, 0.0) for one in spent]
+            times = [one[kind] for one in spent]
             for rank, time in enumerate(times):
                 excess[rank, kind].append(time - median(times[:rank] + times[rank + 1 :]))
     whole = median(map(length, steps))

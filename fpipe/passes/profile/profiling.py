@@ -92,9 +92,8 @@ class Profile:
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
-        steps = len(self.runs)
-        of_steps = f"The step of median time of {steps}: " * (steps > 1)
-        body = [f"<p>{of_steps}{self._headline}</p>", pictures.figure(self._drawn)]
+        median_of = f"<p>The median of {counted(len(self.runs), 'step')}: {self._headline}</p>"
+        body = [median_of, pictures.figure(self._drawn)]
         for title, (head, *rows) in self._tables.items():
             body.append(f"<p>{title}</p>{pictures.table(head, rows)}")
         body += [f"<p>{escape(line)}</p>" for line in self._sentences]
@@ -153,9 +152,12 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
-        price = self.priced([self._median])
         name = "simulated with mean times" + ", ranks at once" * self.in_turn
-        return replace(self.simulate(price), name=self._called(name))
+        return replace(self.simulate(self._price), name=self._called(name))
+
+    @property
+    def _price(self) -> Costs:
+        return self.priced([self._median])
 
     def priced(self, steps: Sequence[Sequence[Run]], *held: tuple[float, ...]) -> Costs:
         """Their costs. Between ranks in turn a message is not on the way: it waits for a turn."""
@@ -198,7 +200,7 @@ class Profile:
     def _tables(self) -> dict[str, list[Sequence[object]]]:
         """Title -> the rows of a table below its head."""
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
-        columns = {op: getattr(self.costs, op) for op in OPS if op in ran}
+        columns = {op: getattr(self._price, op) for op in OPS if op in ran}
         stages: list[Sequence[object]] = [("stage", *columns)]
         for stage, times in enumerate(zip(*columns.values(), strict=True)):
             stages.append((stage, *(f"{1e3 * time:.3f}" for time in times)))
@@ -208,12 +210,12 @@ class Profile:
             names.pop("waiting", None)  # for the turns of others
         ranks: list[Sequence[object]] = [("rank", *names)]
         for rank, part in enumerate(parts):
-            ranks.append((rank, *(f"{1e3 * part.get(name, 0.0):.3f}" for name in names)))
-        sums = [sum(part.get(name, 0.0) for part in parts) for name in names]
-        ranks.append(("all", *(f"{time / sum(sums):.1%}" for time in sums)))
+            ranks.append((rank, *(f"{1e3 * part[name]:.3f}" for name in names)))
+        sums = [sum(part[name] for part in parts) for name in names]
+        ranks.append(("%", *(f"{time / sum(sums):.1%}" for time in sums)))
         return {
-            "What actions take by stage, in ms": stages,
-            "What the time of each rank is, in ms, and that of all": ranks,
+            "What actions of the step take by stage, mean times in ms": stages,
+            "What the time of each rank is, in ms, and of all ranks in %": ranks,
         }
 
     @property
@@ -221,7 +223,7 @@ class Profile:
         if self.in_turn:
             yield "The ranks ran in turn, in one process; the simulation is of ranks at once."
         else:
-            price = self.costs
+            price = self._price
             figures = (
                 price.boundary,
                 price.send,

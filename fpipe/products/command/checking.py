@@ -183,8 +183,7 @@ def compare(
     if out:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
         below = f"<p>{taken}</p>{pictures.table(rows[0], rows[1:])}<p>{escape(columns)}</p>"
-        points = comparison.points(entries)
-        pictures.frontier([*points], out, look, title, limit, take or "", below)
+        pictures.frontier([*comparison.points(entries)], out, look, title, limit, take or "", below)
     if as_json:
         found = {"schedules": [entry._asdict() for entry in entries], "take": take}
         print_json(found | {"not for these counts": unsupported})
@@ -253,13 +252,14 @@ def solve(
     taken = comparison.take(entries, limit)
     found = _figures(t.total, t.bubble, max(t.peak_bytes))
     lines = [
+        f"stages by rank: {repr(best.placement)[10:-1]}",
         f"{found} (the fullest rank's peak{_one(price, per)})",
         f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
     ]
     if taken:
         named = _figures(taken.total, taken.bubble, taken.memory)
         lines.append(f"the best named schedule with {best.stages} stages, {taken.name}: {named}")
-    click.echo("\n".join([repr(best.placement), *(fill(line, 80) for line in lines)]))
+    click.echo("\n".join(fill(line, 80) for line in lines))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
     if out:
         best.to_csv(out)

@@ -250,15 +250,19 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table; cells are text, or a ``Cell``.
 
     >>> table(["rank"], [["a"]])
-    '<table><tr><th>rank</th></tr><tr><td>a</td></tr></table>'
+    '<table><tr><th style="...left">rank</th></tr><tr><td style="...left">a</td></tr></table>'
     """
 
     body = list(rows)
-    right = [is_numbers(map(str, column)) for column in zip(*body, strict=True)]
+    columns = zip(*body, strict=True)
+    sides = ["right" if is_numbers(map(str, column)) else "left" for column in columns]
 
     def line(tag: str, cells: Sequence[object]) -> str:
         shown = (cell.html if isinstance(cell, Cell) else escape(str(cell)) for cell in cells)
-        ends = (' style="text-align:right"' * one for one in right or [False] * len(cells))
+        ends = (
+            f' style="padding-right:1em;text-align:{side}"'
+            for side in sides or ["left"] * len(cells)
+        )
         return "".join(f"<{tag}{end}>{text}</{tag}>" for end, text in zip(ends, shown, strict=True))
 
     lines = [line("th", head), *(line("td", row) for row in body)]

@@ -30,6 +30,7 @@ TIGHT = 15  # with short names
 WIDER = 800
 FINE = 4  # a stripe
 WIDEST = 2200
+UNEVEN = 1100  # where bars differ much, as in a measured step
 NARROWEST = 560
 FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
@@ -135,7 +136,8 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
     cell = min(max(scene.cell, scene.mean / 3) for scene in scenes)
     cells = max(scene.length for scene in scenes) / cell
-    wide = max(min(cells * CELL, COLUMN), min(cells * FINE, WIDEST), NARROWEST)
+    widest = WIDEST if cell in [scene.cell for scene in scenes] else UNEVEN
+    wide = max(min(cells * CELL, COLUMN), min(cells * FINE, widest), NARROWEST)
     if cells * TIGHT <= (WIDEST if scenes[-1].against else WIDER):
         wide = max(wide, cells * TIGHT)
     ranks = max(len(scene.lanes) for scene in scenes)
