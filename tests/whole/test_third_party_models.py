@@ -109,7 +109,7 @@ PACKAGED = {
 
 
 #: Decoders, which test_huggingface.py splits, and models with the parts of others in the table.
-ALIKE = ("GPT-2", "Llama", "Gemma 2", "ModernBERT", "BART")
+ALIKE = ("GPT-2", "Llama", "Gemma 2", "BERT", "ModernBERT", "BART", "ViT", "Whisper")
 
 
 def agree(module: nn.Module, inputs: Any, call: Callable[[dict[str, Tensor], Any], Any]) -> None:
