@@ -511,6 +511,7 @@ def few_objects() -> Callable[[], None]:
     return begin
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("engine", ["trace", "eager"])
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_bytes_held_are_parts_and_whole_stages(

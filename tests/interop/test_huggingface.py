@@ -42,8 +42,8 @@ def run(
 #: The others are split in 4 and 8 stages, under every schedule, by
 #: test_huggingface_all_schedules.py.
 OTHERS = [family for family in FAMILIES if family not in ACCEPTANCE]
-#: Of these, a sliding window has qwen2 too, and other tests of this file compare the other two.
-ALIKE = ("mistral", "gemma2", "gemma3")
+#: Of these, a sliding window has qwen2 too, and other tests of this file compare others.
+ALIKE = ("mistral", "gemma2", "gemma3", "granite", "gpt-neox")
 
 
 def agrees(model: Any, found: tuple[Any, Any], **side: Any) -> bool:

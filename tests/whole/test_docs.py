@@ -32,7 +32,7 @@ BUILT_IN = {entry.name for entry in catalogue.TABLE}
 
 
 #: pages that take long, of what other tests do too
-LONG = ("huggingface.md", "lengths.md", "migrate.md", "plan.md", "rl.md", "parallelism.md")
+LONG = ("huggingface.md", "migrate.md", "plan.md", "parallelism.md")
 HERE = [page for page in PAGES if page.name not in SEVERAL | ELSEWHERE]
 
 

@@ -488,7 +488,9 @@ def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     assert "volume" in out
 
 
-def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_compare_names_the_one_to_take(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, long: bool
+):
     picture = tmp_path / "frontier.svg"
     out = printed(
         capsys,
@@ -510,9 +512,8 @@ def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_p
     assert "VMin" in labels and "Time against memory: 4 ranks, 8 microbatches" in labels
     assert "\xa0a rank may hold 3" in labels
     for name, start in (
-        ("frontier.png", b"\x89PNG"),
-        ("frontier.pdf", b"%PDF"),
         ("a.html", b"<!doc"),
+        *([("frontier.png", b"\x89PNG"), ("frontier.pdf", b"%PDF")] if long else []),
     ):
         printed(capsys, "compare", "-p", "4", "-m", "8", "--out", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(start)
