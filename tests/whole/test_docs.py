@@ -62,9 +62,8 @@ def test_blocks_on_several_processes(name: str):
 
 
 @pytest.mark.xdist_group("axes")
-@pytest.mark.parametrize(
-    "name", [name if name == "training.md" else also(name)[0] for name in SCRIPTS]
-)
+@pytest.mark.long  # test_examples.py runs a script under torchrun
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_under_torchrun(name: str, tmp_path: Path):
     if name == "huggingface.md":
         pytest.importorskip("transformers")
