@@ -44,6 +44,7 @@ TOGETHER = {
     "test_memory": "memory",
     "test_layout": "layout",
     "test_families": "families",
+    "test_torchtitan": "torchtitan",
     **dict.fromkeys(
         (
             "test_huggingface",

@@ -159,8 +159,7 @@ def test_the_launcher_listens_on_one_address():
 @pytest.mark.parametrize(
     ("moment", "over"),
     [
-        *also(("start", "memory")),
-        ("handshake", "gloo"),
+        *also(("start", "memory"), ("handshake", "gloo")),
         ("step", "gloo"),
         *also(("barrier", "gloo")),
     ],

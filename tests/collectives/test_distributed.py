@@ -23,7 +23,7 @@ from schedule_table import TABLE
 NAMES = [family.name for family in TABLE]
 #: (microbatches, rows of each) step by step: the count and the shapes change, and come back
 PLANS = [(4, 2), (6, 3), (4, 2)]
-SEEDS = int(os.environ.get("FPIPE_SEEDS", "2"))
+SEEDS = int(os.environ.get("FPIPE_SEEDS", "1"))
 
 
 @cache
@@ -32,8 +32,8 @@ def local(name: str, ranks: int) -> dict[Any, str]:
 
 
 #: The schedules of the suite by number of ranks, started by ``fpipe.launch`` and by torchrun.
-LAUNCHED = {2: NAMES[::2], 4: NAMES}
-TORCHRUN = {2: NAMES[1::2], 4: NAMES[::4]}
+LAUNCHED = {2: NAMES[::2], 4: NAMES[1::2]}
+TORCHRUN = {2: [], 4: NAMES[1::4]}
 
 
 def rows(suite: dict[int, list[str]]) -> list[Any]:
@@ -86,7 +86,7 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
 def under_torchrun(long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
     """The same table through gloo, as between processes of several hosts."""
     results = {}
-    for ranks in (2, 4):
+    for ranks in (2, 4) if long else (4,):
         # What torchrun calls. Its processes are forked from one that has imported torch.
         config = LaunchConfig(
             1,

@@ -18,10 +18,10 @@ from sample import also
 CELLS = (
     Cell("rank 1", "stop", "handshake", "env", "gloo"),
     Cell("rank 1", "raise", "weighted", "launch", "gloo"),
-    Cell("rank 3", "kill", "tensor parallel", "agent store", "gloo"),
     Cell(FIRST, "cut", "pullback", "agent store", "memory"),
 )
 MORE = (
+    Cell("rank 3", "kill", "tensor parallel", "agent store", "gloo"),
     Cell("rank 0", "kill", "mid step", "env", "memory"),
     Cell("rank 2", "stop", "ZeRO", "agent store", "memory"),
     Cell("rank 1", "slow", "trace", "launch", "memory"),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from carriers import OVER
+from carriers import FIRST, OVER
 from fpipe.collectives._store import default_store
 from fpipe.collectives.setup import adopt
 from fpipe.testing import outcomes
@@ -145,7 +145,7 @@ def names(kind: Kind, error: BaseException | None) -> bool:
     )
 
 
-@pytest.mark.covering(pairs=True)
+@pytest.mark.covering
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", KINDS)
@@ -312,7 +312,7 @@ def listed(over: str) -> list[tuple[str, str, float]]:
     return list(everything(over))
 
 
-@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("over", FIRST)
 def test_processes_differ(over: str):
     for first, second in zip(
         *fpipe.launch(listed, over, ranks=2, timeout=200, env=OVER[over]), strict=True
@@ -389,6 +389,7 @@ def refuses(
     return seen, time.monotonic() - start
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", REFUSED)
@@ -472,7 +473,7 @@ def refused_on_processes(over: str) -> tuple[list[tuple[list[str], float]], list
     return cases, keys_after_refused_calls(world)
 
 
-@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("over", FIRST)
 def test_arguments_that_a_process_refuses(over: str):
     found = fpipe.launch(refused_on_processes, over, ranks=3, timeout=200, env=OVER[over])
     for case, refusing in enumerate(((1,), (0,), (0, 1), (2,))):

@@ -99,6 +99,7 @@ TWO_VS = fpipe.Schedule.parse(
 )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("order", ["lockstep", "buffered"])
 @pytest.mark.parametrize(("schedule", "ranks"), [("DualPipe", 4), (TWO_VS, 2)])
 def test_each_rank_with_a_replica_has_all_outputs_and_the_whole_gradient_of_the_input(

@@ -98,6 +98,7 @@ def test_processes_that_are_launched_keep_what_they_free():
 @pytest.mark.skipif(
     "MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment"
 )
+@pytest.mark.long
 def test_a_process_group_that_init_starts_keeps_what_its_rank_frees():
     """As under torchrun, whose processes are started with glibc as it comes."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -116,7 +116,7 @@ def _reference(rank: int, model: str, engine: str) -> dict[str, list[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "faults", [None, "", "ordered", *also("no-avg no-max no-scatter", "max-is-sum no-tags")]
+    "faults", [None, "ordered", *also("", "no-avg no-max no-scatter", "max-is-sum no-tags")]
 )
 def test_steps_have_the_bits_of_the_cpu(faults: str | None, long: bool):
     seeds = range(50 if long else 1)
@@ -302,10 +302,11 @@ def peaks(
     return found
 
 
-def test_plans_foretell_the_memory_of_a_device():
+def test_plans_foretell_the_memory_of_a_device(long: bool):
     """Also where messages go through the host."""
     for dp, faults in ((1, ""), (2, ""), (1, None)):
         rows = [row for row in PLANNED if (row[3] is None) == (dp == 1)]
+        rows = rows if long else rows[:: 3 if dp == 1 else 1]
         for ratios in fpipe.launch(peaks, rows, dp, faults, ranks=2, timeout=300):
             assert all(0.98 <= ratio <= 1.1 for ratio in ratios), list(
                 zip(rows, ratios, strict=True)

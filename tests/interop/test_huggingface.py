@@ -42,8 +42,8 @@ def run(
 #: The others are split in 4 and 8 stages, under every schedule, by
 #: test_huggingface_all_schedules.py.
 OTHERS = [family for family in FAMILIES if family not in ACCEPTANCE]
-#: Of these, a sliding window has qwen2 too, and other tests of this file compare the other two.
-ALIKE = ("mistral", "gemma2", "gemma3")
+#: Of these, a sliding window has qwen2 too, and other tests of this file compare others.
+ALIKE = ("mistral", "gemma2", "gemma3", "granite", "gpt-neox")
 
 
 def agrees(model: Any, found: tuple[Any, Any], **side: Any) -> bool:
@@ -296,7 +296,7 @@ def test_only_what_later_layers_use_is_passed_on():
     assert passed(huggingface_survey.small("zamba"), [2, 4]) == [2, 2]  # and the embeddings
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "opt"])
+@pytest.mark.parametrize("family", ["bloom", *also("llama", "opt")])
 def test_equal_layers_are_traced_once(family: str):
     model = huggingface_survey.small(family)
     stages, params = huggingface.stages(model, 1)

@@ -23,6 +23,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("schedule", "ranks"), [("1F1B", 4), ("ZBV", 2), ("DualPipeV", 2), ("DualPipe", 4)]
 )

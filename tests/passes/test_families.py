@@ -16,6 +16,7 @@ import fpipe
 from fpipe.programs import tracing
 from fpipe.programs.internals import PLAIN
 from fpipe.stage import Stage
+from sample import also
 from sized_stages import FUNCTIONS, WIDTH, attention, inputs, leaves, masked, parameters, rotary
 
 
@@ -50,7 +51,15 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+#: They have the operations of the others.
+ALIKE = ("rotary", "statistics", "pieces", "gathered")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [also(fn)[0] if fn.__name__ in ALIKE else fn for fn in FUNCTIONS],
+    ids=lambda fn: fn.__name__,
+)
 def test_programs_of_other_sizes_equal_a_trace_of_that_size(
     fn: Callable[..., Any], traces: list[str], long: bool
 ):

@@ -82,7 +82,12 @@ def close(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"frozen": ["0"]}, {"engine": "eager"}], ids=["whole", "frozen", "eager"]
+    "options",
+    [
+        pytest.param({}, id="whole", marks=pytest.mark.long),  # as on two ranks
+        pytest.param({"frozen": ["0"]}, id="frozen"),
+        pytest.param({"engine": "eager"}, id="eager"),
+    ],
 )
 def test_on_a_local_group(options: Any):
     close(compute(fpipe.local(4), "ZB1P", **options), expected("frozen" in options))

@@ -15,6 +15,7 @@ from fpipe import Schedule, make_schedule, testing
 from fpipe.actions.action import plain
 from fpipe.errors import FpipeError, StageError
 from fpipe.passes.rerouting import without
+from sample import also
 
 NAMES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P")
 LOSS: dict[str, Any] = {"loss": squared}
@@ -141,7 +142,7 @@ def trained(count: int) -> tuple[list[float], list[torch.Tensor]]:
     return values, params
 
 
-@pytest.mark.parametrize("order", ["buffered", "lockstep"])
+@pytest.mark.parametrize("order", ["buffered", *also("lockstep")])
 def test_a_fake_rank_is_killed(order: Any) -> None:
     """Anywhere in three steps: the others train on with the bits of one process, or all of them
     learn that one of them is a step ahead."""
@@ -185,7 +186,7 @@ def leaves() -> Any:
         return None
 
 
-@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("shared", ["1", *also("0")])
 def test_processes_go_on_without_one(shared: str) -> None:
     """All of them learn of it long before ``timeout=``, over gloo too."""
     values, params = trained(4)

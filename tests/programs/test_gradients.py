@@ -264,6 +264,7 @@ def chain(p: Tensor, x: Any) -> Any:
     return (x[0] * p, x[1])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "Interleaved1F1B"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_output_that_later_stages_pass_on_and_nothing_uses_has_no_cotangent(

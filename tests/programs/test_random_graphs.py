@@ -96,7 +96,7 @@ def whole(
     return value.detach(), full[: len(wrt)], full[len(wrt) :]
 
 
-@pytest.mark.parametrize("seed", [*range(6), *also(*range(6, 12))])
+@pytest.mark.parametrize("seed", [*range(3), *also(*range(3, 12))])
 def test_a_random_pipeline(seed: int):
     draw = random.Random(seed)
     torch.manual_seed(seed)

@@ -72,7 +72,12 @@ def test_any_cut_of_a_model_resumes_under_any_other(
             assert same(named(other, *train(other, params, state, range(step, 2))), want), layout
 
 
-@pytest.fixture(params=CASES, ids=str)
+@pytest.fixture(
+    params=[
+        pytest.param(case, marks=pytest.mark.long) if case in CASES[1:3] else case for case in CASES
+    ],
+    ids=str,
+)
 def model(request: pytest.FixtureRequest) -> Any:
     family, tied = request.param
     return decoder(family, layers=2, tie_word_embeddings=tied)

@@ -57,6 +57,7 @@ def test_local_conforms(ranks: int):
     assert len(conform(group)) == len(CASES)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 def test_fakes_conform(ranks: int, order: str):

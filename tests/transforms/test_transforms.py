@@ -67,6 +67,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", TABLE)
 def test_dtensors(name: str, mixed: bool, mesh: DeviceMesh):

@@ -212,10 +212,9 @@ def slurm(script: str, folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.long  # test_launchers.py runs jobs of SLURM
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "script", ["srun.sbatch", pytest.param("srun_torchrun.sbatch", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("script", ["srun.sbatch", "srun_torchrun.sbatch"])
 def test_a_batch_script_of_slurm(script: str, tmp_path: Path, losses: list[str]):
     assert run(["bash", CLUSTER / script, "--steps", "2"], slurm(script, tmp_path)) == losses[:2]
 

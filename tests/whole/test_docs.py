@@ -31,10 +31,16 @@ HOWTO = ("schedule", "model", "moe", "rl", "machines", "hang", "timeline", "memo
 BUILT_IN = {entry.name for entry in catalogue.TABLE}
 
 
+#: pages that take long, of what other tests do too
+LONG = ("huggingface.md", "migrate.md", "plan.md", "parallelism.md")
 HERE = [page for page in PAGES if page.name not in SEVERAL | ELSEWHERE]
 
 
-@pytest.mark.parametrize("page", HERE, ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [also(page)[0] if page.name in LONG else page for page in HERE],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
 def test_blocks(page: Path, update_golden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if "from transformers" in page.read_text(encoding="utf-8"):
         pytest.importorskip("transformers")
@@ -45,7 +51,7 @@ def test_blocks(page: Path, update_golden: bool, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.xdist_group("axes")  # whose processes are warm
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", [also(name)[0] if name in LONG else name for name in SEVERAL])
 def test_blocks_on_several_processes(name: str):
     (page,) = (ROOT / "docs").rglob(name)
     ranks = SEVERAL[name]
@@ -56,9 +62,8 @@ def test_blocks_on_several_processes(name: str):
 
 
 @pytest.mark.xdist_group("axes")
-@pytest.mark.parametrize(
-    "name", [name if name == "training.md" else also(name)[0] for name in SCRIPTS]
-)
+@pytest.mark.long  # test_examples.py runs a script under torchrun
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_under_torchrun(name: str, tmp_path: Path):
     if name == "huggingface.md":
         pytest.importorskip("transformers")

@@ -63,6 +63,8 @@ RECIPES = (
     "faults",
     "data_loader",
 )
+#: of these, the ones that run without ``--long``
+SOME_RECIPES = ("evaluation", "uneven", "data_loader")
 #: those that take arguments
 EXPLAINED = ("moe", "zero")
 
@@ -88,6 +90,7 @@ def test_huggingface_loss_falls():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_with_the_same_losses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -204,11 +207,11 @@ def test_notebook_runs():
         ElementTree.fromstring(f"<div>{html}</div>")
 
 
-def _on_four() -> dict[str, list[float]]:
+def _on_four(recipes: tuple[str, ...]) -> dict[str, list[float]]:
     os.environ["TORCHELASTIC_RUN_ID"] = "examples"  # what torchrun sets besides
     return {
         "quickstart": load("quickstart").main(steps=2),
-        **{name: load(name).main(steps=2) for name in RECIPES},
+        **{name: load(name).main(steps=2) for name in recipes},
         "moe": load("moe").main(["--steps", "2"]),
         "sequential": load("moe").main(["--steps", "2", "--overlap", "sequential"]),
         "zero": load("zero").main(["--steps", "2"]),
@@ -227,12 +230,13 @@ def test_large_vocabulary_on_two_processes():
 
 
 @pytest.mark.timeout(240)
-def test_on_four_processes():
+def test_on_four_processes(long: bool):
     """A pipeline of four, and two copies of a pipeline of two with experts spread over them, or
     parameters.
     """
-    found = fpipe.launch(_on_four, ranks=4, timeout=200)
-    for name in ("quickstart", *RECIPES):
+    recipes = RECIPES if long else SOME_RECIPES
+    found = fpipe.launch(_on_four, recipes, ranks=4, timeout=200)
+    for name in ("quickstart", *recipes):
         assert found[0][name] == load(name).main(steps=2)
     alone = load("zero").main(["--steps", "2"])
     for here in found:

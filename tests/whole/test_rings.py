@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fpipe
 
 ROOT = Path(fpipe.__file__).resolve().parent.parent
@@ -32,25 +34,34 @@ except fpipe.errors.UnsupportedError as error:
 """
 
 
-def test_the_core_works_without_products(tmp_path: Path):
+@pytest.fixture
+def core(tmp_path: Path) -> Path:
+    """A folder with the library alone."""
     shutil.copytree(
         ROOT / "fpipe",
         tmp_path / "fpipe",
-        ignore=shutil.ignore_patterns("products", "interop", "__pycache__"),
+        ignore=shutil.ignore_patterns("products", "interop"),
     )
-    shutil.copytree(
-        ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    return tmp_path
+
+
+@pytest.mark.long
+def test_tests_of_the_core_pass_without_products(core: Path):
+    shutil.copytree(ROOT / "tests", core / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", core)
+    env = {**os.environ, "PYTHONPATH": str(core)}
     command = [sys.executable, "-m", "pytest", "-qx", *CORE]
     done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=115
+        command, cwd=core, env=env, capture_output=True, text=True, check=False, timeout=115
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_core_works_without_products(core: Path):
+    env = {**os.environ, "PYTHONPATH": str(core)}
     plain = subprocess.run(
         [sys.executable, "-c", PLAIN],
-        cwd=tmp_path,
+        cwd=core,
         env=env,
         capture_output=True,
         text=True,

@@ -109,7 +109,7 @@ PACKAGED = {
 
 
 #: Decoders, which test_huggingface.py splits, and models with the parts of others in the table.
-ALIKE = ("GPT-2", "Llama", "Gemma 2", "ModernBERT", "BART")
+ALIKE = ("GPT-2", "Llama", "Gemma 2", "BERT", "ModernBERT", "BART", "ViT", "Whisper")
 
 
 def agree(module: nn.Module, inputs: Any, call: Callable[[dict[str, Tensor], Any], Any]) -> None:
@@ -185,7 +185,10 @@ OWN: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name",
+    [also(name)[0] if name in ("encoder layer", "a recurrent network") else name for name in OWN],
+)
 def test_modules_of_torch(name: str):
     torch.manual_seed(0)
     module, inputs = OWN[name]()

@@ -63,16 +63,16 @@ for wrong, words in ({"tick": 3}, "tick=3; give a function"), ({"tock": 3}, "did
 @pytest.mark.skipif(shutil.which("git") is None, reason="applies patches with git")
 @pytest.mark.parametrize(
     ("patch", "most", "code"),
-    [("new_action.patch", 4, ACTION), ("new_option.patch", 2, OPTION)],
-    ids=["action", "option"],
+    [
+        pytest.param("new_action.patch", 4, ACTION, id="action"),
+        pytest.param("new_option.patch", 2, OPTION, id="option", marks=pytest.mark.long),
+    ],
 )
 def test_a_patch_of_contributing(patch: str, most: int, code: str, tmp_path: Path):
     files = re.findall(r"^\+\+\+ b/(.*)$", (PATCHES / patch).read_text(), re.M)
     assert len(files) <= most
     assert patch in (ROOT / "CONTRIBUTING.md").read_text()
-    shutil.copytree(
-        ROOT / "fpipe", tmp_path / "fpipe", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "fpipe", tmp_path / "fpipe")  # with what is compiled
     apply = ["git", "apply", str(PATCHES / patch)]
     subprocess.run(apply, check=True, cwd=tmp_path, timeout=60)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -873,6 +873,7 @@ def test_names_are_in_the_bars_that_have_space_for_them():
         )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [(2, 4), (16, 64)])
 @pytest.mark.parametrize("dark", [False, True])
 def test_png_has_the_colours_of_all_kinds_of_work(

@@ -39,6 +39,7 @@ def said(axes: Axes) -> str:
     return " ".join(text.get_text().replace("\n", " ") for text in reversed(lines))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("width", [326.4, 400, 768, 1600])
 @pytest.mark.parametrize("limit", [inf, 6.0])
 def test_names_are_over_no_other_name_no_point_and_no_line(

@@ -440,6 +440,7 @@ CANVAS_CALLS = """(() => {
 })()"""
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_actions_stay_fluent(view: Open):
     page = view(make_schedule("ZBH1", 64, 512).simulate())
     assert (

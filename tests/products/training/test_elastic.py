@@ -226,6 +226,7 @@ def test_copies_are_killed_at_random_steps(run: int, long: bool, tmp_path: Path)
     assert members[-1] == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_one_process_a_copy(tmp_path: Path):
     assert check(tmp_path, {}, 2, 3, 0.0, ranks=1) == [[0, 1]] * 3
 
@@ -405,6 +406,7 @@ def test_a_member_that_fails_frees_those_that_wait_for_it(lighthouse: str):
         each.leave()
 
 
+@pytest.mark.long
 def test_a_member_that_is_lost_before_it_connects(lighthouse: str):
     class Silent(Members):
         def configure(self, *args: object) -> None:
@@ -470,6 +472,7 @@ def test_a_lighthouse_that_dies_and_returns():
     server.shutdown()
 
 
+@pytest.mark.long
 def test_a_lighthouse_that_dies_with_a_request(monkeypatch: pytest.MonkeyPatch):
     """The request was never answered, nor was any later one."""
     monkeypatch.setattr(elastic_copies, "_ANSWER", timedelta(seconds=3))
@@ -585,6 +588,11 @@ def test_a_script_is_run_as_copies(tmp_path: Path):
     assert main(["copies", "--copies", "2", str(script), str(tmp_path)]) == 0
     assert (tmp_path / "failed-1").exists()
     assert [(tmp_path / f"done-{copy}").read_text() for copy in range(2)] == ["2", "2"]
+
+
+@pytest.mark.long
+def test_a_script_of_which_all_copies_fail(tmp_path: Path):
+    script = tmp_path / "script.py"
     script.write_text("raise SystemExit(3)")
     assert main(["copies", "--restarts", "0", str(script)]) > 0
 

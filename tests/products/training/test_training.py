@@ -14,6 +14,7 @@ from fpipe.products.command.cli import main
 from fpipe.products.demo import Sizes, Text, gpt, sonnets
 from fpipe.products.demo.conduct import largest_difference, screen
 from fpipe.products.demo.rank import Settings, Step, work
+from sample import also
 
 
 class Wire:
@@ -31,7 +32,7 @@ def settings(name: str, page: Path, ranks: int = 2, steps: int = 3) -> Settings:
     return Settings(schedule, page, steps=steps, length=8, width=8, layers=2, pictures=2)
 
 
-@pytest.mark.parametrize("name", ["ZBV", "DualPipe", "LoopedBFS"])
+@pytest.mark.parametrize("name", ["ZBV", *also("DualPipe", "LoopedBFS")])
 def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     wire, page = Wire(), tmp_path / "timeline.html"
     small = settings(name, page)
