@@ -31,8 +31,8 @@ HOWTO = ("schedule", "model", "moe", "rl", "machines", "hang", "timeline", "memo
 BUILT_IN = {entry.name for entry in catalogue.TABLE}
 
 
-#: pages that take long, of what other tests do too
-LONG = ("huggingface.md", "migrate.md", "plan.md", "parallelism.md")
+#: a page that takes half a minute for what other tests do too
+LONG = ("huggingface.md",)
 HERE = [page for page in PAGES if page.name not in SEVERAL | ELSEWHERE]
 
 
