@@ -182,7 +182,7 @@ LATE = [
         (0, 4, 0),
         (0, 4, 0),
         9,
-        "No rank makes the others wait for 5% of a measured step.",
+        "No rank makes the others wait for 5% of a whole step.",
     ),
     ((0, 4, 0), (0, 4, 0), (2, 4, 0), 8, "Rank 2 starts 2000 ms late in every step; .*, 20.0% of"),
     ((0, 4, 0), (0, 4, 0), (2, 4, 0), 9, "Rank 2 starts 2000 ms late in every step; .*, 10.0% of"),
@@ -360,7 +360,7 @@ def test_with_works_too_and_an_error_ends_the_recording():
         pipe(params, x)  # forward alone: another plan
     assert [len(profiled.runs), profiled.timeline.name] == [
         2,
-        "two, measured, ranks in turn",
+        "two, measured",
     ]
 
     def then_fails() -> None:

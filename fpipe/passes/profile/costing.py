@@ -231,10 +231,10 @@ def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
 
     rank, kind = which = max(excess, key=share)
     if share(which) < _LEAST:
-        return f"No rank makes the others wait for {_LEAST:.0%} of a measured step."
+        return f"No rank makes the others wait for {_LEAST:.0%} of a whole step."
     time = median(excess[which])
     when = "every step" if min(excess[which]) > time / 2 else "most steps"
     return (
         f"Rank {rank} {_OWN[kind].format(f'{1e3 * time:.0f} ms')} in {when}; the others wait for "
-        f"it, {share(which):.1%} of a measured step."
+        f"it, {share(which):.1%} of a whole step of {1e3 * whole:.2f} ms."
     )

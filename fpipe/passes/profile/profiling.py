@@ -104,8 +104,9 @@ class Profile:
         real = self.timeline.total
         predicted = self.simulated.total
         share = ", ranks at once," if self.in_turn else f" ({predicted / real:.1%})"
+        whole = f" ({1e3 * length(self._median):.2f} ms with what is before and after actions)"
         return (
-            f"measured {1e3 * real:.2f} ms{', ranks in turn' * self.in_turn}; "
+            f"measured {1e3 * real:.2f} ms{', ranks in turn' if self.in_turn else whole}; "
             f"simulated {1e3 * predicted:.2f} ms{share} with mean times alone"
         )
 
@@ -120,8 +121,7 @@ class Profile:
         """The step of median time, measured, in seconds, of all that ran what the last one did; of
         several plans in one step the one that took longest.
         """
-        in_turn = ", ranks in turn" * self.in_turn
-        return timeline(self._median, name=self._called("measured" + in_turn))
+        return timeline(self._median, name=self._called("measured"))
 
     @property
     def _median(self) -> tuple[Run, ...]:

@@ -275,9 +275,9 @@ class Explanation:
                 times = [number(scale * costs[op][one.stage]) for op in "FIW"]
                 held = f"{one.parameters:,} ({size_text(one.nbytes)})"
                 name = f"{one.stage} {one.name}"
-                rows.append((rank, self.facts.devices[rank], name, one.engine, held, *times))
+                rows.append((rank, name, held, *times, self.facts.devices[rank], one.engine))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
-        head = "rank", "device", "stage", "engine", "parameters", *heads
+        head = "rank", "stage", "parameters", *heads, "device", "engine"
         return head, rows
 
     def _memory(self) -> Iterator[Sequence[object]]:
@@ -293,7 +293,7 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = [(percent(one.share), one.why) for one in idle_of(self.timeline, rank)[:3]]
+            causes = [(percent(one.share), one.why) for one in idle_of(self.timeline, rank)]
             for place, cause in enumerate(causes or [("-", "-")]):
                 yield "" if place else rank, *cause
 

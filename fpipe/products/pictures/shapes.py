@@ -136,7 +136,7 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
     """The width and height of a lane where none is asked for."""
     cell = min(max(scene.cell, scene.mean / 3) for scene in scenes)
     cells = max(scene.length for scene in scenes) / cell
-    widest = WIDEST if cell in [scene.cell for scene in scenes] else UNEVEN
+    widest = UNEVEN if any(scene.cell < 0.6 * scene.mean for scene in scenes) else WIDEST
     wide = max(min(cells * CELL, COLUMN), min(cells * FINE, widest), NARROWEST)
     if cells * TIGHT <= (WIDEST if scenes[-1].against else WIDER):
         wide = max(wide, cells * TIGHT)

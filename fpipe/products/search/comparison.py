@@ -116,24 +116,27 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     >>> from fpipe.products.pictures.labels import aligned
     >>> rows = table(compare(4, 8, names=["ZB2P", "ZBV"])[0], limit=6)
     >>> print(*aligned(rows, " "), sep="\\n")
-    schedule stages  total  memory  bubble  weights  messages
-    ZBV           8   25.5*      4*  0.00%       1x        96
-    ZB2P          4     27       8!  0.00%       1x        48*
+    schedule  total  memory  bubble  stages  weights  messages
+    ZBV        25.5*      4*  0.00%       8       1x        96
+    ZB2P         27       8!  0.00%       4       1x        48*
     """
     columns: dict[str, Callable[[float], str]] = {
         "total": number,
         "memory": size_text if max(entry.memory for entry in entries) >= 4096 else number,
         "bubble": lambda share: f"{100 * share:.2f}%",
+        "stages": str,
         "weights": lambda copies: f"{copies:g}x",
         "messages": str,
     }
     if any(entry.volume for entry in entries):
         columns["volume"] = size_text
     values = {field: [round(getattr(e, field), 9) for e in entries] for field in columns}
-    best = {f: min(v) for f, v in values.items() if f != "weights" and min(v) < max(v)}
-    rows: list[list[object]] = [["schedule", "stages", *(f"{field} " for field in columns)]]
+    best = {
+        f: min(v) for f, v in values.items() if f not in {"stages", "weights"} and min(v) < max(v)
+    }
+    rows: list[list[object]] = [["schedule", *(f"{field} " for field in columns)]]
     for place, entry in enumerate(entries):
-        cells: list[object] = [entry.name, entry.stages]
+        cells: list[object] = [entry.name]
         for field, show in columns.items():
             value = values[field][place]
             mark = "*" if value == best.get(field) else " "
