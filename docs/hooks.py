@@ -655,9 +655,19 @@ def sections(doc: str) -> dict[str, list[str]]:
     return out
 
 
+#: The beginning of a statement that contains others.
+COMPOUND = re.compile(r"(@|(async|class|def|for|if|try|while|with)\b)")
+
+
 def markdown(doc: str) -> str:
-    """reStructuredText of docstrings as markdown: doctests in fences, sections as lists, single
-    backquotes.
+    """reStructuredText of docstrings as markdown: sections as lists, single backquotes, doctests in
+    fences as code that can be copied, with results as comments.
+
+    >>> print(markdown(">>> 1 + 1\\n2").strip())
+    ```py
+    1 + 1
+    # 2
+    ```
     """
     out: list[str] = []
     found = sections(doc)
@@ -670,12 +680,20 @@ def markdown(doc: str) -> str:
         if "```" in line:
             open_before = not open_before
         if not fenced and not open_before and line.lstrip().startswith(">>>"):
-            out += ["", "```pycon"]
+            out += ["", "```py"]
             fenced = True
+            statement = ""
         elif fenced and not line.strip():
             out.append("```")
             fenced = False
         line = line.replace("  # doctest: +SKIP", "")
+        if fenced and line:
+            found_code = re.match(r"\s*(>>>|\.\.\.) ?(.*)", line)
+            line = found_code[2] if found_code else f"# {line.lstrip()}"
+            if found_code and found_code[1] == ">>>":
+                if COMPOUND.match(statement):
+                    out.append("")  # the prompt of Python needs it
+                statement = line
         if not fenced and not open_before:
             line = re.sub(
                 r":(?:func|class|meth|mod):`([^`]*)`", r"`\1`", line.replace("``", "`")

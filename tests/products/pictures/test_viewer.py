@@ -385,7 +385,7 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     for meaning in ("ends earlier than in 1F1B, by 7 at most", "ends as in 1F1B"):
         assert meaning in legend
     assert "In brackets: the change from 1F1B." in figures
-    assert "forward" in legend and "input gradient" not in legend
+    assert "F\nforward" in legend and "I: input gradient" in legend  # without a colour of its own
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
 

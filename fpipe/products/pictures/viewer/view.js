@@ -356,7 +356,11 @@ function legend() {
     items.push(span);
   };
   for (const op of "FBIW") {
-    if (!plain.some((scene) => scene.ops.includes(op))) continue;
+    if (!scenes.some((scene) => scene.ops.includes(op))) continue;
+    if (!plain.some((scene) => scene.ops.includes(op))) {  // in the colours of a difference
+      items.push(element("span", `${op}: ${WORDS[op]}`));
+      continue;
+    }
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
     const entries = scene.palette.filter((entry) => entry.key[0] === op).map(paintOf);
     swatch(entries.map(({colour, ink}, k) => [colour, ink, k ? "" : op]), "", WORDS[op]);
