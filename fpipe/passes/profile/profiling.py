@@ -107,7 +107,8 @@ class Profile:
         whole = f" ({1e3 * length(self._median):.2f} ms with what is before and after actions)"
         return (
             f"measured {1e3 * real:.2f} ms{', ranks in turn' if self.in_turn else whole}; "
-            f"simulated {1e3 * predicted:.2f} ms{share} with mean times alone"
+            f"simulated {1e3 * predicted:.2f} ms{share} with mean times alone; "
+            f"bubble {self._drawn[-1].bubble:.1%}"
         )
 
     @property
