@@ -101,14 +101,18 @@ class Profile:
 
     @property
     def _headline(self) -> str:
-        real = self.timeline.total
-        predicted = self.simulated.total
-        share = ", ranks at once," if self.in_turn else f" ({predicted / real:.1%})"
-        whole = f" ({1e3 * length(self._median):.2f} ms with what is before and after actions)"
+        real, predicted = self.timeline, self.simulated
+        took = f"measured {1e3 * real.total:.2f} ms"
+        would = f"simulated {1e3 * predicted.total:.2f} ms"
+        if self.in_turn:
+            return (
+                f"{took}, ranks in turn; {would}, ranks at once, with mean times alone; "
+                f"bubble {predicted.bubble:.1%}"
+            )
         return (
-            f"measured {1e3 * real:.2f} ms{', ranks in turn' if self.in_turn else whole}; "
-            f"simulated {1e3 * predicted:.2f} ms{share} with mean times alone; "
-            f"bubble {self._drawn[-1].bubble:.1%}"
+            f"{took} ({1e3 * length(self._median):.2f} ms with what is before and after "
+            f"actions); {would} ({predicted.total / real.total:.1%}) with mean times alone; "
+            f"bubble {real.bubble:.1%}"
         )
 
     @property
@@ -201,7 +205,8 @@ class Profile:
     def _tables(self) -> dict[str, list[Sequence[object]]]:
         """Title -> the rows of a table below its head."""
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
-        columns = {op: getattr(self._price, op) for op in OPS if op in ran}
+        price = self._price
+        columns = {op: getattr(price, op) for op in OPS if op in ran}
         stages: list[Sequence[object]] = [("stage", *columns)]
         for stage, times in enumerate(zip(*columns.values(), strict=True)):
             stages.append((stage, *(f"{1e3 * time:.3f}" for time in times)))
@@ -225,12 +230,7 @@ class Profile:
             yield "The ranks ran in turn, in one process; the simulation is of ranks at once."
         else:
             price = self._price
-            figures = (
-                price.boundary,
-                price.send,
-                price.comm,
-                price.receive,
-            )
+            figures = price.boundary, price.send, price.comm, price.receive
             links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
             if sized := [link for link in links if link[0]]:
                 size, send, way, receive = map(median, zip(*sized, strict=True))

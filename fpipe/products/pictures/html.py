@@ -32,12 +32,12 @@ PAGE = """<!doctype html>
 <title>{}</title><style>{}body{{margin:0;padding:1rem;background:var(--paper);color:var(--ink);
 color-scheme:var(--scheme);font:15px/1.5 system-ui,sans-serif}}
 body>*{{max-width:1100px;margin:1rem auto}}
-table,pre{{display:block;overflow-x:auto;border-collapse:collapse;
+table{{display:block;overflow-x:auto;border-collapse:collapse;
 background:linear-gradient(var(--paper) 0 0) right/1.5rem 100% no-repeat local,
 linear-gradient(to left,var(--line),transparent) right/1.5rem 100% no-repeat scroll}}
-td,th{{padding:.15rem 1rem .15rem 0;text-align:left;vertical-align:top;white-space:nowrap;
+td,th{{padding:.15rem 0;vertical-align:top;white-space:nowrap;
 font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}td:last-child{{white-space:normal}}
-@media(max-width:600px){{table,pre{{font-size:12px}}td,th{{padding-right:.6rem}}}}
+@media(max-width:600px){{table{{font-size:12px}}}}
 p{{white-space:pre-line}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}
 @media(max-width:600px){{.wide{{display:none}}.narrow{{display:block}}}}</style>
 <body>{}</body></html>

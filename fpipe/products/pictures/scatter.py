@@ -76,14 +76,7 @@ def paint(
         return _figure(points, look, suffix, [] if look.paper else said, limit, take)
     parts = [f"<h2>{escape(said[0])}</h2>", *(f"<p>{escape(line)}</p>" for line in said[1:])]
     for kind, width in (("wide", look.width or PAGE), ("narrow", PHONE)):
-        drawn = _figure(
-            points,
-            replace(look, width=width),
-            ".svg",
-            [],
-            limit,
-            take,
-        )
+        drawn = _figure(points, replace(look, width=width), ".svg", [], limit, take)
         picture = drawn[drawn.index(b"<svg") :].decode()
         parts.append(
             picture.replace("<svg", f'<svg class="{kind}" style="width:100%;height:auto"', 1)

@@ -142,6 +142,7 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
             mark = "*" if value == best.get(field) else " "
             if field == "memory" and value > limit * ALMOST:
                 mark = "!"
-            cells.append(Cell(show(value) + mark, f"{mark} {show(value)}"))
+            text = show(value)
+            cells.append(Cell(f"{text}{mark}", f"{mark} {text}"))
         rows.append(cells)
     return rows

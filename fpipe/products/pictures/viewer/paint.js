@@ -208,7 +208,8 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
         pen.font = `${size}px ${FONT}`;
         continue;
       }
-      const label = detail === 0 ? part.name : detail === 1 ? part.op + part.microbatch : scene.tints?.length ? part.op : part.microbatch;
+      const shortest = scene.tints?.length ? part.op : part.microbatch;  // the colour of a tint does not say the op
+      const label = [part.name, part.op + part.microbatch, shortest][detail];
       const fitting = small ? Math.max(7.5, (wide - 0.5) / widthOf(pen, label)) : size;
       const letters = Math.min(size, fitting, fused ? high : size);
       if (widthOf(pen, label) * letters > wide) continue;
