@@ -51,7 +51,7 @@ test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-long: $(VENV)/.installed-dev ## the whole suite with all cases of its tables
-	@FPIPE_SEEDS=2 $(BIN)/python -m pytest -n $(JOBS) --long $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --long $(ARGS)
 
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)

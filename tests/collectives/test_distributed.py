@@ -23,7 +23,6 @@ from schedule_table import TABLE
 NAMES = [family.name for family in TABLE]
 #: (microbatches, rows of each) step by step: the count and the shapes change, and come back
 PLANS = [(4, 2), (6, 3), (4, 2)]
-SEEDS = int(os.environ.get("FPIPE_SEEDS", "1"))
 
 
 @cache
@@ -69,11 +68,11 @@ def test_gloo_processes_give_the_bits_of_the_local_group(on_gloo, name: str, ran
 @pytest.mark.covering
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 @pytest.mark.parametrize("name", NAMES)
-def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
+def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str, long: bool):
     """Under any order of delivery, and where every send blocks. FPIPE_SEEDS=200 runs as many
     worlds.
     """
-    for seed in range(SEEDS):
+    for seed in range(int(os.environ.get("FPIPE_SEEDS", 2 if long else 1))):
         parts = run(
             lambda group: training_steps.steps(group, name, PLANS[:2]), 4, order=order, seed=seed
         )

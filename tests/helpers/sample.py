@@ -60,6 +60,11 @@ def also(*values: Any) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.long) for row in rows]
 
 
+def mostly(values: Iterable[T], is_long: Callable[[T], bool]) -> list[Any]:
+    """Parameters of a test, of which those that ``is_long`` tells run with ``--long`` alone."""
+    return [part for value in values for part in (also(value) if is_long(value) else [value])]
+
+
 def taken(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """The tests that run without ``--long``."""
     items = [item for item in items if item.get_closest_marker("long") is None]

@@ -19,7 +19,7 @@ import fpipe
 import pipelining_cases
 from fpipe.interop import pipelining
 from fpipe.interop.pipelining import schedules
-from sample import also
+from sample import mostly
 
 SOME = pipelining_cases.chosen(long=False)
 
@@ -31,9 +31,7 @@ def results(long: bool) -> list[dict[str, str]]:
 
 
 @pytest.mark.xdist_group("pipelining")
-@pytest.mark.parametrize(
-    "name", [name if name in SOME else also(name)[0] for name in pipelining_cases.CASES]
-)
+@pytest.mark.parametrize("name", mostly(pipelining_cases.CASES, lambda name: name not in SOME))
 def test_as_torch(results: list[dict[str, str]], name: str):
     for rank, found in enumerate(results):
         assert name in found, (

@@ -17,7 +17,7 @@ import doc_pages
 import fpipe
 from doc_pages import ROOT, continues, run, run_as_script, run_strictly
 from fpipe.generators import catalogue, orders_slices
-from sample import also
+from sample import mostly
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: pages that run on several processes -> how many
@@ -38,7 +38,7 @@ HERE = [page for page in PAGES if page.name not in SEVERAL | ELSEWHERE]
 
 @pytest.mark.parametrize(
     "page",
-    [also(page)[0] if page.name in LONG else page for page in HERE],
+    mostly(HERE, lambda page: page.name in LONG),
     ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_blocks(page: Path, update_golden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -51,7 +51,7 @@ def test_blocks(page: Path, update_golden: bool, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.xdist_group("axes")  # whose processes are warm
-@pytest.mark.parametrize("name", [also(name)[0] if name in LONG else name for name in SEVERAL])
+@pytest.mark.parametrize("name", SEVERAL)
 def test_blocks_on_several_processes(name: str):
     (page,) = (ROOT / "docs").rglob(name)
     ranks = SEVERAL[name]

@@ -172,6 +172,15 @@ def test_reference_shows_members_and_hides_internals():
     assert "all members of [`fpipe.Schedule`](schedules.md#fpipe.Schedule)" in page
 
 
+def globals_of(table: symtable.SymbolTable) -> set[str]:
+    """The global names that functions inside of a piece of code read."""
+    found: set[str] = set()
+    for inner in table.get_children():
+        found |= {symbol.get_name() for symbol in inner.get_symbols() if symbol.is_global()}
+        found |= globals_of(inner)
+    return found
+
+
 def test_examples_of_the_reference_import_what_they_use():
     """Doctests have the names of their module; a reader has those that he sees, and can copy the
     code, which has no prompts.
@@ -181,8 +190,9 @@ def test_examples_of_the_reference_import_what_they_use():
     for name, text in zip(entries[::2], entries[1::2], strict=True):
         source = "".join(re.findall(r"```py\n(.*?)```", text, re.S))
         table = symtable.symtable(source, name, "exec")
-        read = {symbol.get_name() for symbol in table.get_symbols() if not symbol.is_assigned()}
-        read -= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()}
-        missing = sorted(read - vars(builtins).keys())
+        own = table.get_symbols()
+        read = {symbol.get_name() for symbol in own} | globals_of(table)
+        bound = {s.get_name() for s in own if s.is_assigned() or s.is_imported()}
+        missing = sorted(read - bound - vars(builtins).keys())
         assert not missing, f"the example of {name} uses {missing}"
     assert "\nfrom fpipe.interop import bind\n" in page and ">>>" not in page

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from sample import also
+from sample import also, mostly
 
 SMALL = {
     "hidden_size": 16,
@@ -187,7 +187,7 @@ OWN: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    [also(name)[0] if name in ("encoder layer", "a recurrent network") else name for name in OWN],
+    mostly(OWN, lambda name: name in ("encoder layer", "a recurrent network")),
 )
 def test_modules_of_torch(name: str):
     torch.manual_seed(0)
