@@ -227,7 +227,10 @@ class Profile:
     @property
     def _sentences(self) -> Iterator[str]:
         if self.in_turn:
-            yield "The ranks ran in turn, in one process; the simulation is of ranks at once."
+            yield (
+                "The ranks ran in turn, in one process: the measured time is that of all of them, "
+                "with what surrounds their actions; the simulation is of ranks at once."
+            )
         else:
             price = self._price
             figures = price.boundary, price.send, price.comm, price.receive

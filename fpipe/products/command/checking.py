@@ -5,6 +5,7 @@ imports torch.
 
 from __future__ import annotations
 
+import re
 from html import escape
 from math import inf
 from pathlib import Path
@@ -100,7 +101,8 @@ _COLUMNS = """\
 total: time of a step, from the first start to the last end of all ranks
 bubble: idle share, 1 - work / span; the span is the longest time of one rank
 memory: the fullest rank's peak{}
-* is the best of a column{}"""
+* is the best of a column{}
+take: of equal totals the fewest weights, the least memory, the least bubble"""
 
 
 def _one(price: Costs, per: Per) -> str:
@@ -174,7 +176,7 @@ def compare(
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
-    priced = f"costs {repr(price)[6:-1]} of {whose}"
+    priced = re.sub(r"\.0\b", "", f"costs {repr(price)[6:-1]} of {whose}")
     chosen = comparison.take(entries, limit)
     taken = _taken(chosen, limit)
     take = chosen and chosen.name
@@ -185,11 +187,11 @@ def compare(
         below = f"<p>{taken}</p>{pictures.table(rows[0], rows[1:])}<p>{escape(columns)}</p>"
         pictures.frontier([*comparison.points(entries)], out, look, title, limit, take or "", below)
     if as_json:
-        found = {"schedules": [entry._asdict() for entry in entries], "take": take}
-        print_json(found | {"not for these counts": unsupported})
+        found = [entry._asdict() for entry in entries]
+        print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    head = f"ranks {p}, microbatches {m}, {priced}\n"
-    click.echo("\n".join([head, *pictures.aligned(rows, " "), "", columns]))
+    click.echo(f"ranks {p}, microbatches {m}, {priced}\n")
+    click.echo("\n".join([*pictures.aligned(rows, " "), "", columns]))
     if unsupported:
         click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
     click.echo(f"{taken}\nwrote {out}" if out else taken)
@@ -199,12 +201,11 @@ def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
         return f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks"
     within = "" if limit == inf else f" within memory {limit:.6g}"
-    found = _figures(chosen.total, chosen.bubble, chosen.memory)
-    return f"\ntake {chosen.name}, the shortest step{within}: {found}"
+    return f"\ntake {chosen.name}, the shortest step{within}: {_figures(chosen)}"
 
 
-def _figures(total: float, bubble: float, memory: float) -> str:
-    return f"total {total:.6g}, bubble {bubble:.2%}, memory {memory:.6g}"
+def _figures(one: comparison.Entry) -> str:
+    return f"total {one.total:.6g}, bubble {one.bubble:.2%}, memory {one.memory:.6g}"
 
 
 @click.command()
@@ -244,21 +245,20 @@ def solve(
         best = solve_schedule(
             price, p, m, placement, per=per, stages=stages, memory=memory, time_limit=seconds
         )
-    best.check()
     t = best.timeline
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     [limit] = limits(memory, 1, price)
     taken = comparison.take(entries, limit)
-    found = _figures(t.total, t.bubble, max(t.peak_bytes))
+    solved = comparison.entry_of("solved", best.check(), t)
     lines = [
         f"stages by rank: {repr(best.placement)[10:-1]}",
-        f"{found} (the fullest rank's peak{_one(price, per)})",
+        f"{_figures(solved)} (the fullest rank's peak{_one(price, per)})",
         f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
     ]
     if taken:
-        named = _figures(taken.total, taken.bubble, taken.memory)
-        lines.append(f"the best named schedule with {best.stages} stages, {taken.name}: {named}")
+        named = f"the best named schedule with {best.stages} stages, {taken.name}"
+        lines.append(f"{named}: {_figures(taken)}")
     click.echo("\n".join(fill(line, 80) for line in lines))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
     if out:

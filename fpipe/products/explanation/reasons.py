@@ -96,7 +96,7 @@ def _microbatches(
     gain = 1 - twice.total / 2 / timeline.total
     yield (
         gain,
-        f"With microbatches={2 * count} of the same size a row takes {percent(gain)} less time "
+        f"With microbatches={2 * count} of the same size a sample takes {percent(gain)} less time "
         f"than with {count}: the bubble is {percent(twice.bubble)} in place of "
         f"{percent(timeline.bubble)}.",
     )

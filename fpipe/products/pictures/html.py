@@ -37,7 +37,9 @@ background:linear-gradient(var(--paper) 0 0) right/1.5rem 100% no-repeat local,
 linear-gradient(to left,var(--line),transparent) right/1.5rem 100% no-repeat scroll}}
 td,th{{padding:.15rem 0;vertical-align:top;white-space:nowrap;
 font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}td:last-child{{white-space:normal}}
-@media(max-width:600px){{table{{font-size:12px}}}}
+@media(max-width:600px){{body{{padding:.75rem}}table{{font-size:10px}}th{{white-space:normal}}
+td,th{{padding-right:.4em!important}}td:first-child{{min-width:2em;white-space:normal;
+overflow-wrap:anywhere}}}}
 p{{white-space:pre-line}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}
 @media(max-width:600px){{.wide{{display:none}}.narrow{{display:block}}}}</style>
 <body>{}</body></html>
@@ -172,6 +174,7 @@ def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Jso
         "parts": [len(bar.kinds) for bar in lane.bars],
         "codes": [codes[pair] for pair in _pairs(lane)],
         "units": _differences(units),
+        "shifts": [bar.shift for bar in lane.bars],
         "waits": [
             _differences(position for position, _ in waits),
             _differences(wait.rank for _, wait in waits),

@@ -62,7 +62,7 @@ def draw(
     rank 0 0F0- 0F1- ..........0B0------ .....0B1------
     rank 1 .....1F0- 1B0------ 1F1- 1B1------ ..........
     <BLANKLINE>
-    F forward  B backward
+    F forward  B backward  1F0: F of microbatch 0 on stage 1
     <BLANKLINE>
     """
     columns = get_terminal_size().columns if width is None else width

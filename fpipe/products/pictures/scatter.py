@@ -165,7 +165,7 @@ def _limit(axes: Axes, limit: float, foot: float, top: float, colour: str) -> Se
     line = [(limit, foot), (limit, top)]
     axes.plot(*zip(*line, strict=True), "--", color=colour)
     axes.axvspan(limit, axes.get_xlim()[1], color=colour, alpha=0.06, linewidth=0)
-    text = axes.text(*line[1], f"\xa0a rank may hold {number(limit)}", va="top", color=colour)
+    text = axes.text(limit, top, f"\xa0a rank may hold {number(limit)}", va="bottom", color=colour)
     return text.get_window_extent(), _box(axes.transData.transform(line), 2)
 
 

@@ -67,14 +67,14 @@ def compare(
             cut = slices if slices > 1 and orders_slices(name) else 1
             try:
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
-                entries.append(_entry(name, schedule, schedule.simulate(costs, per=per)))
+                entries.append(entry_of(name, schedule, schedule.simulate(costs, per=per)))
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
     entries.sort(key=lambda e: (round(e.total, 9), round(e.bubble, 9), e.memory))
     return entries, left_out
 
 
-def _entry(name: str, schedule: Schedule, t: Timeline) -> Entry:
+def entry_of(name: str, schedule: Schedule, t: Timeline) -> Entry:
     """What a schedule would cost, as it was simulated."""
     stages = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
     return Entry(
