@@ -47,10 +47,10 @@ wheel: | $(VENV)/bin/python ## build dist/fpipe-*.whl, for `pip install dist/fpi
 # interpreters and workers that tests start read what is compiled, also where a machine sets this
 test test-long test-torch: export PYTHONDONTWRITEBYTECODE =
 
-test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
-	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+test: $(VENV)/.installed-dev ## the suite, without code of docs and examples; ARGS="-k name" for a part, JOBS=1 for one process
+	@$(BIN)/python -m pytest -n $(JOBS) $(or $(ARGS),-m "not docs")
 
-test-long: $(VENV)/.installed-dev ## the whole suite with all cases of its tables
+test-long: $(VENV)/.installed-dev ## the suite with all cases of its tables, docs and examples
 	@$(BIN)/python -m pytest -n $(JOBS) --long $(ARGS)
 
 TORCH ?= 2.15.0
@@ -106,7 +106,8 @@ bench: $(if $(filter $(VENV),$(BENCH_ENV)),$(VENV)/.installed-dev,$(OTHER)/.inst
 bench-gpu: $(VENV)/.installed-dev ## benchmarks of one GPU, if there is one
 	@$(BIN)/python -m benchmarks gpu $(ARGS)
 
-docs: $(VENV)/.installed-docs ## build the docs into site/
+docs: $(VENV)/.installed-docs $(VENV)/.installed-dev ## run all code of docs and examples, and build the docs into site/
+	@$(BIN)/python -m pytest -n $(JOBS) -m docs $(ARGS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "the docs are in site/: open site/index.html, no network is needed"
 

@@ -154,6 +154,7 @@ def test_a_failure_that_another_rank_concluded_is_known_without_the_store():
     assert "Rank 2 raised ValueError: boo. Look at rank 2 first" in str(error)
 
 
+@pytest.mark.long
 def test_a_search_that_has_no_time_left_does_not_say_that_there_is_no_journal():
     """A busy store answered late, and the error said that a rank had no entry, which it had."""
     with journals(2) as (_, found):

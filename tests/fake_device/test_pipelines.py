@@ -89,7 +89,8 @@ ALIKE = ("training", "training on autograd", "slices on autograd")
 
 
 def test_whatever_else_a_pipeline_does(long: bool):
-    names, seeds = [name for name in pipelines.MORE if long or name not in ALIKE], 50 if long else 1
+    here = [name for name in pipelines.MORE if name not in ALIKE]
+    names, seeds = (list(pipelines.MORE), 50) if long else (here[::2], 1)
     assert fpipe.launch(_more, names, seeds, ranks=1, timeout=7000) == [[]]
 
 
@@ -104,7 +105,7 @@ def _ready(numbers: Sequence[int], seeds: int) -> list[str]:
 
 
 def test_random_schedules_in_the_ready_order(long: bool):
-    numbers, seeds = (range(500), 20) if long else (range(3), 2)
+    numbers, seeds = (range(500), 20) if long else (range(2), 1)
     assert fpipe.launch(_ready, numbers, seeds, ranks=1, timeout=7000) == [[]]
 
 

@@ -20,6 +20,8 @@ def test_random_cases_have_the_results_of_plain_autograd(long: bool):
     first = random.SystemRandom().randrange(2**24) * PER_MODEL
     end = time.monotonic() + (60 if long else 1)
     for number in range(10_000):
+        if not long and 3 <= number < PER_MODEL:
+            continue
         seed = number if number < PER_MODEL else first + number
         found = run_case(seed)
         assert found.kind not in ("different", "error"), (
@@ -44,9 +46,9 @@ def test_functions_of_sizes_have_the_results_of_autograd(long: bool):
         "first_number([n, 5])",
         "by_number(n)",
     ]
-    for number, use in enumerate(uses if long else uses[::2]):
+    for number, use in enumerate(uses if long else uses[::4]):
         found = run(number, lengths=3, uses=(use,))
         assert found.kind.startswith("equal"), found.text
-    for seed in range(300 if long else 1):
+    for seed in range(300 * long):
         found = run(seed)
         assert found.kind.startswith("equal"), found.text

@@ -42,8 +42,14 @@ SOME = ("ZBH1", "VMin", "DualPipe")
 CASES: dict[str, Callable[[], None]] = {}
 
 
-#: Cases that take seconds, for a compiler, and run with ``--long`` alone.
-COMPILED = {"compiled_modules[whole]", "compiled_modules[part]"}
+#: Cases that take seconds, and run with ``--long`` alone.
+SLOW = {
+    "compiled_modules[whole]",
+    "compiled_modules[part]",
+    "batch_sizes_that_every_rank_knows",
+    "batch_sizes_that_a_rank_cannot_know",
+    "buffers_that_count[1F1B]",
+}
 
 
 def case(*parameters: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -60,13 +66,14 @@ def case(*parameters: Any) -> Callable[[Callable[..., None]], Callable[..., None
 
 def chosen(long: bool) -> set[str]:
     """The cases that run: of the tables over schedules each schedule of torch, some others, and
-    each function.
+    each function; of other functions one row.
     """
     if long:
         return set(CASES)
     rows = [tuple(name.rstrip("]").split("[")) for name in CASES if name.endswith("]")]
     table = [(fn, name) for fn, name in rows if name in (*SINGLE, *MULTI, *CATALOGUE)]
-    others = set(CASES) - COMPILED - {f"{fn}[{name}]" for fn, name in table}
+    others = set(CASES) - SLOW - {f"{fn}[{name}]" for fn, name in table}
+    others = set({name.split("[")[0]: name for name in CASES if name in others}.values())
     table = [row for row in table if row[1] not in CATALOGUE or row[1] in SOME]
     return others | {f"{fn}[{name}]" for fn, name in covering(table)}
 

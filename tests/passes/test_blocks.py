@@ -12,6 +12,7 @@ from torch import nn
 
 import fpipe
 from fpipe import Programs, tree
+from sample import also
 
 WIDTH = 4
 
@@ -51,7 +52,7 @@ def routed(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 CONSTANT = torch.linspace(0, 1, WIDTH)
-LAYERS = [residual, dropping, in_place, recomputing, transforming, capturing, routed]
+LAYERS = [dropping, in_place, recomputing, capturing, *also(residual, transforming, routed)]
 
 
 def repeated(layer: Callable[..., Any]) -> Callable[..., Any]:

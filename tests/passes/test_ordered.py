@@ -15,7 +15,7 @@ import fpipe
 from fpipe import Schedule, make_schedule, testing
 from fpipe.passes.sums import by_order
 from models import MODELS, SEED, Model, one
-from sample import covering
+from sample import covering, mostly
 
 NAMES = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P")
 COPIES = [c for n in (1, 2, 3, 4) for c in product((1, 2, 3, 4), repeat=n) if max(c) > 1]
@@ -70,7 +70,7 @@ def check(name: str, copies: tuple[int, ...], microbatches: int, model: Model) -
     equal(got, *expected(model, len(copies), microbatches))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly(NAMES, lambda name: name not in ("1F1B", "ZBH2")))
 def test_bits_are_those_of_one_process(name: str, long: bool) -> None:
     """1 to 4 copies of each of 1 to 4 stages."""
     models = ("mlp", "transformer", "tied", "moe")

@@ -104,6 +104,7 @@ def test_on_two_ranks():
     close((found[1][0], grads, found[0][2]), expected())
 
 
+@pytest.mark.long
 def test_other_scales_and_parts():
     """Without a scale the gradients are plain ones; a function decides otherwise; microbatches may
     differ in rows.

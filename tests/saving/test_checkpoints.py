@@ -156,7 +156,7 @@ def resumed(path: Path, layout: Layout, saved: Any, dp: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 0), (4, 3)), ((4, 3), (2, 2)), *also(((2, 3), (1, 0)), ((4, 1), (2, 3)))],
+    [((4, 3), (2, 2)), *also(((2, 0), (4, 3)), ((2, 3), (1, 0)), ((4, 1), (2, 3)))],
 )
 def test_zero_and_numbers_of_copies(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path

@@ -19,6 +19,7 @@ import fpipe
 from fpipe.engine.options import PASSES, Options
 from fpipe.generators import catalogue, sources
 
+pytestmark = pytest.mark.xdist_group("typing")  # one run of pyright
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 

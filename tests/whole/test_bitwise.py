@@ -117,6 +117,7 @@ def check(model: Model, case: Case) -> None:
         assert not any(differ(a, b) for a, b in pairs), f"{case}: state"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("family", [family.name for family in TABLE])
 def test_bit_for_bit(family: str, name: str, long: bool):

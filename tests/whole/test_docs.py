@@ -19,6 +19,7 @@ from doc_pages import ROOT, continues, run, run_as_script, run_strictly
 from fpipe.generators import catalogue, orders_slices
 from sample import mostly
 
+pytestmark = pytest.mark.docs
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: pages that run on several processes -> how many
 SEVERAL = {"parallelism.md": 4, "pipelining.md": 2, "clients.md": 2}

@@ -20,6 +20,7 @@ import forked
 import fpipe
 from fpipe.generators.catalogue import ENTRIES
 
+pytestmark = pytest.mark.docs
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(
     0, str(EXAMPLES)

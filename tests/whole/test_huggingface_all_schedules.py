@@ -45,7 +45,7 @@ def wrong(family: str, case: Case, group: Any) -> list[str]:
 
 #: The families that the suite runs in one process, and in how many stages: those that take long to
 #: trace in four.
-HERE = (("qwen3-moe", 4), ("gpt2", 8))
+HERE = (("gpt2", 4),)
 ALL = [(family, stages) for family in ACCEPTANCE for stages in (4, 8)]
 
 
@@ -57,9 +57,7 @@ def chosen(family: str, stages: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("family", "stages"), [*HERE, *also(*(row for row in ALL if row not in HERE))]
-)
+@pytest.mark.parametrize(("family", "stages"), [*HERE, *also(*(r for r in ALL if r not in HERE))])
 def test_every_schedule_equals_unsplit(family: str, stages: int, long: bool):
     cases = schedules(stages) if long else chosen(family, stages)
     assert [fault for case in cases for fault in wrong(family, case, fpipe.local(case.ranks))] == []

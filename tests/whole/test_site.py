@@ -15,9 +15,11 @@ import pytest
 
 import fpipe
 
-pytestmark = pytest.mark.xdist_group(
-    "explorer"
-)  # whose page is part of the site, and takes seconds to build
+pytestmark = [
+    pytest.mark.docs,
+    # whose page is part of the site, and takes seconds to build
+    pytest.mark.xdist_group("explorer"),
+]
 ROOT = Path(fpipe.__file__).parents[1]
 #: query -> the beginning of a place that must be among the first sections of the first pages
 QUERIES = {

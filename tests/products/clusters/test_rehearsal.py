@@ -21,6 +21,7 @@ from fpipe.products.clusters.plan_file import write_plan
 from fpipe.products.clusters.prediction import predict
 from fpipe.products.clusters.sizes import layer_work
 from fpipe.products.command import cli
+from sample import also
 
 LLAMA = Model("small", "llama", 2048, 8, 16, 32000, 5632, kv_heads=4)
 GPT = Model("gpt", "gpt2", 1024, 8, 8, 32000, 4096, gated=False, dropout=True, positions=1024)
@@ -62,9 +63,9 @@ def test_bytes_of_a_layer_are_those_of_its_programs(model: Model, recompute: Rec
 
 # ---- plans ----
 LAYOUTS = [
-    (LLAMA, Layout(2, 4, 1, 0, "1F1B")),
+    *also((LLAMA, Layout(2, 4, 1, 0, "1F1B"))),
     (LLAMA, Layout(1, 4, 2, 1, "Interleaved1F1B", 2, recompute="selective")),
-    (LLAMA, Layout(1, 2, 4, 3, "Interleaved1F1B", 4, recompute="full")),
+    *also((LLAMA, Layout(1, 2, 4, 3, "Interleaved1F1B", 4, recompute="full"))),
     (LLAMA, Layout(2, 4, 1, 0, "ZBVZeroBubble", 2)),
     (LLAMA, Layout(1, 4, 2, 0, "VHalf", 2, recompute="selective")),
     (GPT, Layout(2, 4, 1, 0, "1F1B")),

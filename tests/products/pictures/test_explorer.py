@@ -22,7 +22,10 @@ from fpipe.schedule import Schedule
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs"))
 import explorer
 
-pytestmark = pytest.mark.xdist_group("explorer")  # the page is built once
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.xdist_group("explorer"),  # the page is built once
+]
 COSTS = (Costs(), Costs(F=1.3, I=0.7, W=0.2, comm=0.15))
 
 

@@ -234,6 +234,7 @@ def test_all_of_sixteen_ranks_and_sixty_four_microbatches_can_be_read(name: str,
         assert re.findall(r"[FBIWfbiw]\d+", cells) == names
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipeV"])
 def test_text_leaves_the_middle_of_a_long_steady_state_out(name: str, width: int):

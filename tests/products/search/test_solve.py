@@ -66,6 +66,7 @@ def test_the_rates_of_the_paper_or_less(
             assert s.gap == 0  # the published figures are the best
 
 
+@pytest.mark.long
 def test_no_idle_time_within_twice_the_memory_of_64_ranks() -> None:
     costs = paper_costs((10.402, 10.248, 7.698, 0.46), 6144, 48)
     s = quick(
@@ -355,7 +356,7 @@ def dearness(length: int) -> float:
     return (length + length * length / 4096) / 1000
 
 
-@pytest.mark.parametrize(("name", "placement"), [("1F1B", "one"), ("ZBV", "V")])
+@pytest.mark.parametrize(("name", "placement"), [("ZBV", "V"), *also(("1F1B", "one"))])
 def test_packing_and_ordering_shorten_the_span(name: str, placement: str) -> None:
     """Lengths are log-normal; microbatches in input order against packed ones in the solver's
     order: means.

@@ -371,6 +371,7 @@ def test_means_are_added_in_the_order_of_the_copies(lighthouse: str):
     assert all(same(means, want) for means in found)
 
 
+@pytest.mark.long
 def test_a_copy_that_does_not_answer_has_no_share_and_returns(lighthouse: str):
     """Its step is void, and it takes over what the others have."""
     one, two = members_of(lighthouse, 2, timeout=3.0)
@@ -495,6 +496,7 @@ def test_a_lighthouse_that_dies_with_a_request(monkeypatch: pytest.MonkeyPatch):
     server.shutdown()
 
 
+@pytest.mark.long
 def test_copies_with_other_states_are_refused(lighthouse: str):
     one, two = members_of(lighthouse, 2, timeout=5.0)
     _, second = together(
@@ -602,6 +604,7 @@ def test_the_command():
     assert "Missing argument 'FILE'" in CliRunner().invoke(copies, []).output
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_the_first_copy_continues(tmp_path: Path):
     """All copies were lost: the next run continues from what the first of them wrote."""
     results = [run_copies(saved, tmp_path, steps, ranks=1, copies=2) for steps in (2, 4)]

@@ -458,6 +458,7 @@ def _shared_stage(path: Path) -> bool:
     return got.step == 5 and same(got.params, want.params) and same(got.state, want.state)
 
 
+@pytest.mark.long
 def test_processes_that_share_stages(tmp_path: Path):
     assert fpipe.launch(_shared_stage, tmp_path, ranks=4, timeout=100) == [True] * 4
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
