@@ -429,7 +429,7 @@ def overview() -> str:
                     lines += [
                         _line(page, member, inner)
                         for member, inner in members(f"fpipe.{name}", value)
-                        if getattr(fpipe, inner.__name__, None) is not inner  # has a line above
+                        if not is_of_fpipe(inner)  # which has a line above
                     ]
             lines.append("")
     return "\n".join(lines)
@@ -437,6 +437,7 @@ def overview() -> str:
 
 def _line(page: str, name: str, value: Any) -> str:
     text = text_of(value, name).partition("\n\n")[0].replace("\n", " ")
+    text = re.sub(r"\[(`[^`]*`)\]\([^)]*\)", r"\1", text)  # links from the pages of the reference
     return f"* [`{name}`](reference/{page}.md#{name}): {re.split(r'(?<=[.]) ', text)[0]}"
 
 
@@ -469,11 +470,17 @@ def public() -> Iterator[tuple[str, Any]]:
         yield f"fpipe.{name}", value
         for member, inner in members(f"fpipe.{name}", value) if name != "errors" else ():
             yield member, inner
-            yield from members(member, inner)
+            if not (name in fpipe._MODULES and is_of_fpipe(inner)):
+                yield from members(member, inner)
 
 
 #: What is read like an attribute.
 PROPERTIES = (property, cached_property)
+
+
+def is_of_fpipe(value: Any) -> bool:
+    """Whether a member of a module has an entry as one of ``fpipe`` too."""
+    return _plain(getattr(fpipe, value.__name__, None)) is _plain(value)
 
 
 def bases(value: Any) -> dict[type, str]:
@@ -527,7 +534,11 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
         lines += [f"It has all members of [`fpipe.{base}`]({page}.md#fpipe.{base}) too.", ""]
     if name != "fpipe.errors" or not inspect.ismodule(value):
         for member, inner in members(name, value):
-            lines += entry(member, inner, "###" if inspect.ismodule(value) else "####")
+            if inspect.ismodule(value) and is_of_fpipe(inner):
+                lines += [f"### {member} {{#{member}}}", ""]
+                lines += [f"The same as {_linked(inner.__name__)}.", ""]
+            else:
+                lines += entry(member, inner, "###" if inspect.ismodule(value) else "####")
     return lines
 
 
@@ -696,10 +707,18 @@ def markdown(doc: str) -> str:
                 statement = line
         if not fenced and not open_before:
             line = re.sub(
-                r":(?:func|class|meth|mod):`([^`]*)`", r"`\1`", line.replace("``", "`")
+                r":(?:func|class|meth|mod):`([^`]*)`",
+                lambda role: _linked(role[1]),
+                line.replace("``", "`"),
             ).replace("::", ":")
         out.append(line)
     return "\n".join([*out, *(["```"] if fenced else [])])
+
+
+def _linked(name: str) -> str:
+    """A name as code, with a link to its entry if it is one of ``fpipe``."""
+    page = next((page for page, names in SECTIONS.values() if name in names.split()), None)
+    return f"[`{name}`]({page}.md#fpipe.{name})" if page else f"`{name}`"
 
 
 def _example(found: dict[str, list[str]]) -> int:

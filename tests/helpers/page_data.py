@@ -11,4 +11,6 @@ from typing import Any
 def page_data(text: str) -> dict[str, Any]:
     """The timelines in the text of a page."""
     data = text.split('id="data">')[1].split("</script>")[0]
-    return json.loads(zlib.decompress(base64.b64decode(data)))
+    if not data.startswith("{"):
+        data = zlib.decompress(base64.b64decode(data)).decode()
+    return json.loads(data)

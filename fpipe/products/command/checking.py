@@ -229,11 +229,11 @@ def solve(
     seconds: float,
     out: str | None,
 ) -> None:
-    """Search for the best schedule for costs and memory, and write it to a file.
+    """Search for the schedule with the least span for costs and memory; --out writes it.
 
-    The gap is by how much the span, the longest time of a rank from its first action to its last,
-    exceeds what no schedule can be below. Of equal spans the least total and then the least memory
-    count. Ctrl-C ends the search, and what was found is written.
+    The span is the longest time of a rank from its first action to its last, and decides where
+    steps follow each other. The gap is by how much it exceeds what no schedule can be below. Of
+    equal spans the least total and then the least memory count. Ctrl-C ends the search.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
@@ -257,8 +257,8 @@ def solve(
         f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
     ]
     if taken:
-        named = f"the best named schedule with {best.stages} stages, {taken.name}"
-        lines.append(f"{named}: {_figures(taken)}")
+        named = f"the named schedule of {best.stages} stages with the least total, {taken.name}"
+        lines.append(f"{named}: {_figures(taken)}; its span is {taken.span:.6g}")
     click.echo("\n".join(fill(line, 80) for line in lines))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
     if out:

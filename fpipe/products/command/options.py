@@ -165,9 +165,9 @@ slices_option = option("--slices N", "Slices of the sequence of a microbatch.", 
 costs_option = option(
     "--costs COSTS",
     "Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), "
-    "comm (a message), send and receive (the time that a message takes of either rank), and for "
-    "memory and bandwidth: saved, kept, boundary, bandwidth. F=1:2:1 is one number per stage. Or a "
-    "file of fpipe.measure_costs(...).to_json().",
+    "comm (a message), send and receive (the time that a message takes of either rank); sizes: "
+    "saved (from F to B, or to I), kept (from I to W), boundary (a message), bandwidth (size per "
+    "time). F=1:2:1 is one number per stage. Or a file of fpipe.measure_costs(...).to_json().",
     default="",
     show_default=False,
 )
@@ -179,8 +179,8 @@ per_option = option(
 )
 memory_option = option(
     "--memory LIMIT",
-    "What a rank may hold, in the unit of saved, which 60GB needs to be bytes.  "
-    "[default: no limit]",
+    "What a rank may hold: 6 is the activations of six microbatches; with costs that give saved in "
+    "bytes, 60GB.  [default: no limit]",
     type=str,
 )
 

@@ -26,7 +26,7 @@ from ..pictures.html import page
 from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import readable
-from .reasons import LEAST_GAIN, advice, idle_of
+from .reasons import advice, idle_of
 
 
 class StageFacts(NamedTuple):
@@ -143,7 +143,7 @@ def _edges(plan: Any) -> list[Edge]:
 
 
 WIDTHS = {"wide": pictures.output.CELL, "narrow": 360.0}  #: pixels of a picture
-COLUMNS = 48  #: of a curve of memory in text
+COLUMNS = 28  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
@@ -230,15 +230,12 @@ class Explanation:
     def _about(self) -> str:
         t = self.timeline
         unit, scale = readable(t.total, t.unit)
-        kind = "measured or given" if self.facts.measured else "estimates from shapes"
+        kind = "those of costs=" if self.facts.measured else "estimates from shapes"
         total, span = (f"{number(scale * time)} {unit}".rstrip() for time in (t.total, t.span))
-        work = sorted((time / (t.span or 1.0), rank) for rank, time in enumerate(t.busy))
-        (least, idlest), (most, busiest) = work[0], work[-1]
-        idle = f"{percent(1 - least)} of it on rank {idlest}, {percent(1 - most)} on rank {busiest}"
         return (
             f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
-            f"{span}, the longest time of a rank from its first start to its last end"
-            f"{f' ({idle})' if most - least > LEAST_GAIN else ''}. Times are {kind}."
+            f"{span}, the longest time of a rank from its first start to its last end. Times are "
+            f"{kind}."
         )
 
     @property
@@ -250,14 +247,13 @@ class Explanation:
     @property
     def _tables(self) -> dict[str, Table]:
         facts = self.facts
-        edge = "rank", "to", "of stage", "direction", "messages", "bytes of one"
+        edge = "from", "to", "of stage", "direction", "messages", "bytes of one"
         edges = [
             (e.rank, e.to, e.stage, e.direction, e.messages, size_text(e.nbytes / e.messages))
             for e in facts.edges
         ]
-        held = "activations over the step"
-        all_held = "with gradients and messages"
-        memory = "rank", Cell(f"{held}; @ is the most of all", held), "most", all_held
+        held = Cell("activations; @ the most of all", "activations over the step")
+        memory = "rank", held, "most", "with gradients, messages"
         return {
             "What runs where": self._where,
             "Messages of a step": (edge, edges),

@@ -77,12 +77,14 @@ def join(
     """
     words = {op: kind.name for op, kind in KINDS.items()}
     data = json.dumps(contents | {"words": words, "idle": CAUSES}, separators=(",", ":"))
-    deflated = zlib.compress(data.encode(), 9)
+    text = data.replace("<", "\\u003c")
+    if len(data) > 200_000:  # shorter ones are painted before the page has loaded
+        text = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
     parts = {
         "title": escape(title),
         "style": _theme(dark) + _read("style.css"),
         "script": "\n".join([*map(_read, SCRIPTS), script]),
-        "data": base64.b64encode(deflated).decode(),
+        "data": text,
         "controls": controls,
         "scheme": {None: "light dark", False: "light", True: "dark"}[dark],
     }

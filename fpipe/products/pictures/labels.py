@@ -127,7 +127,7 @@ def summary(scene: Scene, mark: str = "\u2026") -> Iterator[str]:
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene) for lane in scene.lanes]
     if len(set(peaks)) > 1 and len(peaks) <= 16:
-        text += f" (by rank {' '.join(peaks)})"
+        text += f", by rank {' '.join(peaks)}"
     yield text
     if fold := scene.fold:
         count = counted(fold.microbatches, "microbatch")

@@ -249,8 +249,8 @@ def _legend(
     texts: list[str] = []
     for keys, text in entries:
         handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
-        is_work = keys and keys[0][0] in OPS
-        texts.append(f"{keys[0][0]}: {text}" if is_work else text)
+        letters = "+".join(dict.fromkeys(key[0] for key in keys if key[0] in OPS))
+        texts.append(f"{letters}: {text}" if letters else text)
     for columns in range(len(texts), 0, -1):  # as many as fit
         rows_first = [k for c in range(columns) for k in range(c, len(texts), columns)]
         legend = axes.legend(

@@ -182,7 +182,8 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
             yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
     if fold := scene.fold:
         at = (fold.start + fold.end) / 2
-        yield Label(at, y + f.lane / 2, "\u2026", 14, "paper", fold.gap * f.scale)
+        room = fold.gap * f.scale
+        yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "paper", room)
     for bar in lane.bars:
         if scene.is_hidden(bar.start) and scene.is_hidden(bar.end):
             continue

@@ -255,6 +255,8 @@ def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]
         items.append(_cells("paler: other stages"))
     elif shades == 2 and layout.detail < 3:
         items.append(_cells(labels.SMALL))
+    if layout.detail and not layout.colours:
+        items.append(_cells("- goes on  & fused  . idle"))
     if layout.detail == 3:
         items.append(_cells("1F0: F of microbatch 0 on stage 1"))
     if not layout.detail:

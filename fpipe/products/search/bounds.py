@@ -48,7 +48,7 @@ class Bound(float):
     def said(self, span: float, unit: str = "") -> str:
         """What it means for a schedule of this span, for people."""
         return (
-            f"its span is {number(span)}{unit}, and no schedule has one below {number(self)}{unit} "
+            f"the span is {number(span)}{unit}, and no schedule has one below {number(self)}{unit} "
             f"({self.reason})"
         )
 

@@ -48,7 +48,7 @@ def test_never_slower_than_a_named_schedule_that_fits_on_random_profiles(long: b
 def test_what_was_chosen_and_why_as_text() -> None:
     text = str(choose(Costs(unit="ms"), 4, 8, 8, memory=9, time_limit=0.05))
     assert text.startswith(
-        "ZBVZeroBubble: total 51 ms, bubble 0.00%, holds 8; its span is 48 ms, and no schedule has "
+        "ZBVZeroBubble: total 51 ms, bubble 0.00%, holds 8; the span is 48 ms, and no schedule has "
         "one below 48 ms (rank 0: its work)"
     )
     assert "GPipe" in text and text.count("does not fit") > 3

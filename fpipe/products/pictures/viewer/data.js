@@ -2,7 +2,7 @@
 
 let WORDS = {}, IDLE = {};  // of kinds of work and of causes of idle time
 
-// The text of the page: base64 of deflated JSON.
+// A long text of the page: base64 of deflated JSON.
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));

@@ -198,6 +198,13 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
       pen.fillRect(a, top, wide, high);
       if (wide < (small ? 5 : 8) || dim || high < 9) continue;
       const part = partsOf(lane, k)[p];
+      if (fused && two && wide >= 9 * widthOf(pen, part.name)) {
+        pen.fillStyle = paint.ink;
+        pen.font = `9px ${FONT}`;
+        pen.fillText(part.name, (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2, top + high / 2 + 0.5);
+        pen.font = `${size}px ${FONT}`;
+        continue;
+      }
       if (two && high >= 28) {
         if (wide < 9 * widthOf(pen, part.stage + part.op)) continue;
         const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;

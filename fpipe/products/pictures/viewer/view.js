@@ -385,7 +385,8 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { re
 readTheme();
 
 if (typeof DecompressionStream === "undefined") document.body.textContent = "This page needs a browser of 2023 or later.";
-const contents = await inflate($("data").textContent);
+const text = $("data").textContent;
+const contents = text[0] === "{" ? JSON.parse(text) : await inflate(text);  // a short one is painted before the page has loaded
 if (contents.scenes) load(unpack(contents));  // else a script that follows has other contents
 
 // For scripts and tests: where an action stands on the page, and what is shown.
