@@ -27,7 +27,7 @@ from .labels import size_text, wrapped
 from .plotting import figure_bytes, write
 from .scene import Look
 
-WIDTH, LEAST, SHAPE = 768.0, 330.0, 0.6  # pixels, of the height too, and height per width
+WIDTH, LEAST, SHAPE = 768.0, 440.0, 0.6  # pixels, of the height too, and height per width
 PAD = 0.12  # inches around the figure
 PAGE, PHONE, LINE = 900.0, 370.0, 20.0
 ABOUT = (
