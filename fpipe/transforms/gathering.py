@@ -24,7 +24,7 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
         dtype: in which gradients are sent and added, by default each leaf's; the result has the
             leaf's dtype.
 
-    >>> from fpipe.collectives.local import local
+    >>> from fpipe import local
     >>> mean_over(local(1)).update([torch.ones(2), None], ())
     ([tensor([1., 1.]), None], ())
     """

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from html import escape
 from os import PathLike
 from statistics import median
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from ...actions.action import Action, Row, Rows
@@ -196,10 +197,10 @@ class Profile:
         return f"Profile({self._called(done)})"
 
     def __str__(self) -> str:
-        lines = [self._headline]
+        lines = [fill(self._headline, 80)]
         for title, rows in self._tables.items():
             lines += ["", title, *product("pictures").aligned(rows)]
-        return "\n".join(lines + [f"\n{sentence}" for sentence in self._sentences])
+        return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])
 
     @property
     def _tables(self) -> dict[str, list[Sequence[object]]]:

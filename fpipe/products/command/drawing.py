@@ -58,7 +58,7 @@ def draw(
     color: bool | None,
     look: pictures.Look,
 ) -> None:
-    """Draw schedules by name or from files; SCHEDULE is either.
+    """Draw schedules by name (fpipe names lists them) or from files; SCHEDULE is either.
 
     Several schedules are drawn above each other on one axis of time. An .html page is explored in a
     browser: zoom, search, hover.

@@ -138,7 +138,7 @@ TYPES = {
 def look_options(command: Callable[..., None]) -> Callable[..., None]:
     """Options that a command gets as one argument, a ``pictures.Look``."""
 
-    @option("--dark/--light", "The paper of pictures.  [default: the reader's, or light]")
+    @option("--dark/--light", "The background of pictures.  [default: the reader's, or light]")
     @option(
         "--width WIDTH",
         "Of a picture, in pixels or as 3.4in, 240pt, 86mm; or columns of text.  [default: as "

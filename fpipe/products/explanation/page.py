@@ -263,18 +263,18 @@ class Explanation:
 
     @property
     def _where(self) -> Table:
-        costs = self.facts.costs.times(self.facts.schedule.stages)
-        unit, scale = readable(max(max(costs[op]) for op in "FIW"), self.facts.costs.unit)
+        facts = self.facts
+        costs = facts.costs.times(facts.schedule.stages)
+        unit, scale = readable(max(max(costs[op]) for op in "FIW"), facts.costs.unit)
         rows = []
-        for rank, stages in sorted(self.facts.stages.items()):
+        for rank, stages in sorted(facts.stages.items()):
             for one in stages:
                 times = [number(scale * costs[op][one.stage]) for op in "FIW"]
                 held = f"{one.parameters:,} ({size_text(one.nbytes)})"
                 name = f"{one.stage} {one.name}"
-                rows.append((rank, name, held, *times, self.facts.devices[rank], one.engine))
+                rows.append((rank, name, held, *times, facts.devices[rank], one.engine))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
-        head = "rank", "stage", "parameters", *heads, "device", "engine"
-        return head, rows
+        return ["rank", "stage", "parameters", *heads, "device", "engine"], rows
 
     def _memory(self) -> Iterator[Sequence[object]]:
         t = self.timeline

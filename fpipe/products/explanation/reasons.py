@@ -78,7 +78,7 @@ def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
         yield (
             (most - mean) / timeline.total,
             f"Rank {rank} computes {busy[rank] / mean:.0%} of the mean time of the ranks, "
-            f"{why}: give its stages ({stages}) {what} layers; fpipe.balance proposes cuts.",
+            f"{why}: give it {what} layers (its stages: {stages}); fpipe.balance proposes cuts.",
         )
 
 
@@ -97,8 +97,7 @@ def _microbatches(
     yield (
         gain,
         f"With microbatches={2 * count} of the same size a sample takes {percent(gain)} less time "
-        f"than with {count}: the bubble is {percent(twice.bubble)} in place of "
-        f"{percent(timeline.bubble)}.",
+        f"than with {count}.",
     )
 
 

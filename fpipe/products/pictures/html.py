@@ -3,8 +3,9 @@
 timelines as data.
 
 The viewer's files are in ``viewer/``; this module joins them. Times in the data are whole numbers,
-``scale`` of which are a unit of time. A list of numbers contains the difference of each from the
-one before, which compresses to a hundredth; ``viewer/data.js`` adds them up again.
+``scale`` of which are a unit of time; what a rank holds is in thousandths. A list of numbers
+contains the difference of each from the one before, which compresses to a hundredth;
+``viewer/data.js`` adds them up again.
 """
 
 from __future__ import annotations
@@ -39,13 +40,12 @@ td,th{{padding:.15rem 0;vertical-align:top;white-space:nowrap;
 font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}td:last-child{{white-space:normal}}
 @media(max-width:600px){{body{{padding:.75rem}}table{{font-size:9.6px}}th{{white-space:normal}}
 td,th{{padding-right:.5em!important}}*+[style*=left]{{padding-left:.5em}}
-td:first-child{{letter-spacing:-.03em;white-space:normal;min-width:2em;overflow-wrap:anywhere}}}}
+td:first-child{{letter-spacing:-.06em;white-space:normal;min-width:2em;overflow-wrap:anywhere}}}}
 p{{white-space:pre-line}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}
 @media(max-width:600px){{.wide{{display:none}}.narrow{{display:block}}}}</style>
 <body>{}</body></html>
 """
 SCRIPTS = ("data.js", "paint.js", "over.js", "view.js")
-AMOUNT = 1000  #: of the whole numbers that say what a rank holds are 1
 
 
 def paint(scenes: Scenes, look: Look) -> str:
@@ -55,7 +55,7 @@ def paint(scenes: Scenes, look: Look) -> str:
     for k, scene in enumerate(scenes, 1):
         is_unique = names.count(scene.name) == 1
         drawn.append(_scene(scene, scene.name if is_unique else f"{scene.name} ({k})"))
-    title = " · ".join(labels.title(scene) for scene in scenes)
+    title = " · ".join(map(labels.title, scenes))
     contents: Json = {"scenes": drawn, "show": {"memory": look.memory}}
     return join(title, contents, look.dark)
 
@@ -133,7 +133,6 @@ def _scene(scene: Scene, label: str) -> Json:
         "palette": colour_table(keys, scene.shades),
         "tints": list(labels.tints(scene)),
         "scale": scale,
-        "amount": AMOUNT,
         "codes": list(codes),
         "lanes": [_lane(lane, scale, codes) for lane in scene.lanes],
     }
@@ -184,7 +183,7 @@ def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Jso
             times(wait.time for _, wait in waits),
         ],
         "times": times(time for time, _ in lane.curve),
-        "held": _differences(round(held * AMOUNT) for _, held in lane.curve),
+        "held": _differences(round(1000 * held) for _, held in lane.curve),
         "idle": [
             times(gap.start for gap in lane.gaps),
             times(gap.end for gap in lane.gaps),

@@ -120,21 +120,20 @@ def notes(scene: Scene) -> list[str]:
     return lines
 
 
-def summary(scene: Scene, mark: str = "\u2026") -> Iterator[str]:
+def summary(scene: Scene, mark: str = "\u22ef") -> Iterator[str]:
     """The lines above a picture: its figures, such as ``total 25.5, bubble 0%, peak 4
     microbatches``, and what is not drawn, at ``mark``.
     """
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene) for lane in scene.lanes]
     if len(set(peaks)) > 1 and len(peaks) <= 16:
-        text += f", by rank {' '.join(peaks)}"
+        text += f", by rank: {', '.join(peaks)}"
     yield text
     if fold := scene.fold:
-        count = counted(fold.microbatches, "microbatch")
-        times = f"{number(fold.start)} to {time(fold.end, scene)}"
         yield (
-            f"Not drawn ({mark}): {count} of the steady state, from {times}; "
-            "--full, or save(full=True), draws all."
+            f"Not drawn ({mark}): {counted(fold.microbatches, 'microbatch')} of the steady state, "
+            f"from {number(fold.start)} to {time(fold.end, scene)}; --full, or save(full=True), "
+            "draws all."
         )
 
 

@@ -53,7 +53,7 @@ def draw(
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
-    total 9, bubble 33.3%, peak 2 microbatches, by rank 2 1
+    total 9, bubble 33.3%, peak 2 microbatches, by rank: 2, 1
     Bubble by cause: warm-up 11.1%, tail 5.6%, shorter spans of
       other ranks 16.7%.
     Times in units of the costs: the stage of a rank takes F 1,

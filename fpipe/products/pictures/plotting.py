@@ -141,8 +141,8 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
         facecolor=colours["paper"],
         axisbelow=True,
     )
-    if scenes[0].fold:
-        _ticks(axes, scenes[0], labels.step_of(70 / f.scale))
+    if fold := scenes[0].fold:
+        _ticks(axes, scenes[0], fold.microbatches, labels.step_of(70 / f.scale))
     _label(axes, ticks, colours["ink"], font)
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
@@ -166,11 +166,12 @@ def write(axes: Axes, lines: Sequence[str], y: float, above: int, **style: Any) 
     axes.annotate("\n".join(lines), (0, y), (0, foot), textcoords="offset points", **style)
 
 
-def _ticks(axes: Axes, scene: Scene, step: float) -> None:
-    """The times beside what is not drawn."""
+def _ticks(axes: Axes, scene: Scene, hidden: int, step: float) -> None:
+    """The times beside what is not drawn, and of how many microbatches that is."""
     times = [k * step for k in range(int(scene.total / step + 1e-9) + 1)]
     times = [time for time in times if not scene.is_hidden(time)]
     axes.set_xticks(list(map(scene.place, times)), list(map(labels.number, times)))
+    axes.set_xlabel(f"time (\u22ef: {hidden} microbatches)")
 
 
 def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, str]) -> None:

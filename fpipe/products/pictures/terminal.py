@@ -185,7 +185,7 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             a = start + wide * k // count
             b = start + wide * (k + 1) // count
             low, high = _piece(a, b, layout.columns)
-            label = labels.name(part, layout.detail)
+            label = mark + labels.name(part, layout.detail)
             end = ""
             if not layout.colours:
                 if layout.detail < 3:
@@ -193,16 +193,15 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
                 last = ENDS[int(bar.colours[k][1:])] if bar.shift is not None else " "
                 end = last if k + 1 == count else "&"
             room = max(b - a - len(end), 1)
-            text = (fill * low + (mark + label)[: high - low])[:room].ljust(room, fill) + end
+            fits = len(label) <= min(high, room) - low  # part of a number is another number
+            text = (fill * low + label * fits).ljust(room, fill) + end
             row[a:b] = _cells(text[: b - a], bar.colours[k])
     return row
 
 
 def _by_chunk(label: str, colour: str) -> str:
     """The label of an action: small letters for every second chunk of a rank."""
-    if int(colour[1:]) % 2:
-        return label.lower()
-    return label
+    return label.lower() if int(colour[1:]) % 2 else label
 
 
 def _piece(a: int, b: int, columns: int) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
     said = "Rank 0 computes 57% of the mean time of the ranks, and waits for the others"
     advice = next(text for text in page.advice if text.startswith("Rank"))
-    assert said in advice and "(0) more layers" in advice
+    assert said in advice and "give it more layers (its stages: 0)" in advice
 
 
 def test_advice_names_the_change_that_saves_most():
@@ -115,7 +115,7 @@ def test_advice_names_the_change_that_saves_most():
     assert len(page.advice) == 2
     said = next(text for text in page.advice if "microbatches=4" in text)
     # 2 microbatches take 9, 4 take 15
-    assert "16.7% less time" in said and "20% in place of 33.3%" in said
+    assert "16.7% less time than with 2." in said
     named = next(text for text in page.advice if text.startswith("With schedule="))
     name = named.split('"')[1]
     total = fpipe.make_schedule(name, 2, 2, 2).simulate(fpipe.Costs(F=1, I=1, W=1)).total

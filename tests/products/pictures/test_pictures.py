@@ -636,7 +636,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     assert [scene.fold for scene in shortened([whole], Look(width=150))] == [None]
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    assert f"Not drawn (\u2026): {left_out} microbatches of the steady state" in text
+    assert f"Not drawn (\u22ef): {left_out} microbatches of the steady state" in text
     assert "save(full=True)" in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()

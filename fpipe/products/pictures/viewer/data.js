@@ -61,7 +61,7 @@ function unpackLane(scene, lane, rank) {
   lane.cause = new Map();  // index -> {rank, index, wait}
   indices.forEach((index, k) => lane.cause.set(index, {rank: ranks[k], index: positions[k], wait: waits[k]}));
   lane.times = times(lane.times);
-  lane.held = sums(lane.held).map((amount) => amount / scene.amount);
+  lane.held = sums(lane.held).map((amount) => amount / 1000);
   lane.most = lane.held.reduce((most, held) => Math.max(most, held), 0);
   const [starts, ends] = lane.idle.slice(0, 2).map(times), causes = lane.idle[2];
   lane.idle = starts.map((start, k) => ({start, end: ends[k], cause: causes[k]}));
