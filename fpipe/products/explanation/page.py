@@ -269,10 +269,11 @@ class Explanation:
         rows = []
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
-                times = [number(scale * costs[op][one.stage]) for op in "FIW"]
+                took = [number(scale * costs[op][one.stage]) for op in "FIW"]
                 held = f"{one.parameters:,} ({size_text(one.nbytes)})"
-                name = f"{one.stage} {one.name}"
-                rows.append((rank, name, held, *times, facts.devices[rank], one.engine))
+                rows.append(
+                    (rank, f"{one.stage} {one.name}", held, *took, facts.devices[rank], one.engine)
+                )
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
         return ["rank", "stage", "parameters", *heads, "device", "engine"], rows
 

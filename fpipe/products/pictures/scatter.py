@@ -27,7 +27,7 @@ from .labels import size_text, wrapped
 from .plotting import figure_bytes, write
 from .scene import Look
 
-WIDTH, LEAST, SHAPE = 768.0, 440.0, 0.6  # pixels, of the height too, and height per width
+WIDTH, SHAPE = 768.0, 0.6  # pixels, of the height too, and height per width
 PAD = 0.12  # inches around the figure
 PAGE, PHONE, LINE = 900.0, 370.0, 20.0
 ABOUT = (
@@ -100,7 +100,8 @@ def _figure(
     settings["font.size"] = "7" if look.paper or width < 500 else "9"
     with rc_context(RcParams(settings)):
         heading = [part for line in said for part in wrapped(line, 13, width - 80)]
-        height = max(width * SHAPE, LEAST + LINE * len(heading))
+        # below the heading a narrow one is higher than wide: names need room
+        height = max(width * SHAPE, (330.0 if look.paper else 440.0) + LINE * len(heading))
         figure = Figure((width / 96, height / 96))
         figure.set_layout_engine("constrained", w_pad=PAD, h_pad=PAD)
         _draw(figure, points, heading, limit, take, colours)
