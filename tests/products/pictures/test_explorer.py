@@ -146,6 +146,14 @@ def set_slider(page: Any, name: str, value: float) -> None:
     )
 
 
+def test_hover_tells_the_times_of_an_action(page: Any):
+    """Its lanes are made by the page, and have no shifts from another timeline."""
+    at = page.evaluate("fpipe.where(fpipe.find('0F0')[0])")
+    page.mouse.move(at["x"], at["y"])
+    page.wait_for_selector("#tip:not([hidden])", timeout=5000)
+    assert "forward of stage 0, microbatch 0" in page.inner_text("#tip")
+
+
 def test_sliders_redraw_and_say_why_there_is_no_schedule(page: Any):
     assert "ZBVZeroBubble: 4 ranks, 8 microbatches" in page.inner_text("#figures")
     set_slider(page, "ranks", explorer.RANKS.index(5))

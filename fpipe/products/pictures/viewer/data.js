@@ -150,7 +150,7 @@ function describe(scenes, s, rank, index) {
   lines.push(["", `start ${time(lane.start[index], scene)}, end ${time(lane.end[index], scene)} (${time(length, scene)})`]);
   lines.push(["", waited(scene, lane, index)]);
   lines.push(["faint", `rank holds ${held(heldAt(lane, lane.start[index]), scene)}`]);
-  const shift = lane.shifts[index], than = scenes[0].label;
+  const shift = lane.shifts?.[index], than = scenes[0].label;
   if (Math.abs(shift) > 1e-9 * scene.total) lines.push(["", `ends ${time(Math.abs(shift), scene)} ${shift > 0 ? "later" : "earlier"} than in ${than}`]);
   scenes.forEach((other, o) => {
     const twin = o === s ? -1 : other.lanes[rank] ? other.lanes[rank].names.indexOf(lane.names[index]) : -1;
