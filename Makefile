@@ -45,7 +45,7 @@ wheel: | $(VENV)/bin/python ## build dist/fpipe-*.whl, for `pip install dist/fpi
 	@ls dist/fpipe-*.whl
 
 # interpreters and workers that tests start read what is compiled, also where a machine sets this
-test test-long test-torch: export PYTHONDONTWRITEBYTECODE =
+test test-long test-torch docs: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-dev ## the suite, without code of docs and examples; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(or $(ARGS),-m "not docs")

@@ -470,7 +470,7 @@ def public() -> Iterator[tuple[str, Any]]:
         yield f"fpipe.{name}", value
         for member, inner in members(f"fpipe.{name}", value) if name != "errors" else ():
             yield member, inner
-            if not (name in fpipe._MODULES and is_of_fpipe(inner)):
+            if not is_of_fpipe(inner):
                 yield from members(member, inner)
 
 
@@ -480,7 +480,7 @@ PROPERTIES = (property, cached_property)
 
 def is_of_fpipe(value: Any) -> bool:
     """Whether a member of a module has an entry as one of ``fpipe`` too."""
-    return _plain(getattr(fpipe, value.__name__, None)) is _plain(value)
+    return _plain(getattr(fpipe, getattr(value, "__name__", ""), None)) is _plain(value)
 
 
 def bases(value: Any) -> dict[type, str]:
@@ -530,11 +530,10 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
         lines += ["```python", *signature(name, value), "```", ""]
     lines += [text_of(value, name), ""]
     for base in bases(value).values() if inspect.isclass(value) else ():
-        page = next(page for page, names in SECTIONS.values() if base in names.split())
-        lines += [f"It has all members of [`fpipe.{base}`]({page}.md#fpipe.{base}) too.", ""]
+        lines += [f"It has all members of {_linked(base, f'fpipe.{base}')} too.", ""]
     if name != "fpipe.errors" or not inspect.ismodule(value):
         for member, inner in members(name, value):
-            if inspect.ismodule(value) and is_of_fpipe(inner):
+            if is_of_fpipe(inner):
                 lines += [f"### {member} {{#{member}}}", ""]
                 lines += [f"The same as {_linked(inner.__name__)}.", ""]
             else:
@@ -715,10 +714,11 @@ def markdown(doc: str) -> str:
     return "\n".join([*out, *(["```"] if fenced else [])])
 
 
-def _linked(name: str) -> str:
+def _linked(name: str, shown: str = "") -> str:
     """A name as code, with a link to its entry if it is one of ``fpipe``."""
     page = next((page for page, names in SECTIONS.values() if name in names.split()), None)
-    return f"[`{name}`]({page}.md#fpipe.{name})" if page else f"`{name}`"
+    code = f"`{shown or name}`"
+    return f"[{code}]({page}.md#fpipe.{name})" if page else code
 
 
 def _example(found: dict[str, list[str]]) -> int:

@@ -198,16 +198,10 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
       pen.fillRect(a, top, wide, high);
       if (wide < (small ? 5 : 8) || dim || high < 9) continue;
       const part = partsOf(lane, k)[p];
-      if (fused && two && wide >= 9 * widthOf(pen, part.name)) {
-        pen.fillStyle = paint.ink;
-        pen.font = `9px ${FONT}`;
-        pen.fillText(part.name, (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2, top + high / 2 + 0.5);
-        pen.font = `${size}px ${FONT}`;
-        continue;
-      }
-      if (two && high >= 28) {
+      const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;
+      const whole = fused && two && wide >= 9 * widthOf(pen, part.name);  // where others have stage and op over microbatch
+      if (two && high >= 28 && !whole) {
         if (wide < 9 * widthOf(pen, part.stage + part.op)) continue;
-        const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;
         pen.fillStyle = paint.ink;
         pen.font = `9px ${FONT}`;
         pen.fillText(part.stage + part.op, middle, top + high / 2 - 6);
@@ -216,13 +210,13 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
         continue;
       }
       const shortest = scene.tints?.length ? part.op : part.microbatch;  // the colour of a tint does not say the op
-      const label = [part.name, part.op + part.microbatch, shortest][detail];
-      const fitting = small ? Math.max(7.5, (wide - 0.5) / widthOf(pen, label)) : size;
+      const label = whole ? part.name : [part.name, part.op + part.microbatch, shortest][detail];
+      const fitting = whole ? 9 : small ? Math.max(7.5, (wide - 0.5) / widthOf(pen, label)) : size;
       const letters = Math.min(size, fitting, fused ? high : size);
       if (widthOf(pen, label) * letters > wide) continue;
       if (letters < size) pen.font = `${letters}px ${FONT}`;
       pen.fillStyle = paint.ink;
-      pen.fillText(label, (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2, top + high / 2 + 0.5);
+      pen.fillText(label, middle, top + high / 2 + 0.5);
       if (letters < size) pen.font = `${size}px ${FONT}`;
     }
   }
