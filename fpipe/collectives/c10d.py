@@ -173,9 +173,7 @@ class C10dGroup(Group):
         self._check_rank(dst, "receive")
         form = wire_format(specs)
         if self._memory is not None:
-            memory = self._memory
-            fetch = memory.fetcher(form, src, stream)
-            return Receiver(partial(memory.recv, form, src, stream), fetch)
+            return self._memory.receiver(form, src, stream)
         pg = self._group_of(src, dst)
 
         def post() -> Work:
@@ -197,9 +195,13 @@ class C10dGroup(Group):
     def recv(self, specs: Specs, src: int, dst: int) -> Work:
         """Over a strict backend, the request is made when the message is waited for."""
         post = self.receiver(src, dst, specs).post
-        if not self.strict:
+        if not self.strict and self._memory is None:
             return post()
-        return in_order(self._late[src], lambda: post().wait(), lambda _: False)
+        return in_order(
+            self._late[src],
+            lambda: post().wait(),
+            lambda before: not (before or self.strict) and post().done(),
+        )
 
     def wait_any(self, receives: Sequence[tuple[int, Work]]) -> None:
         """In shared memory for all, over a backend for the first."""

@@ -21,8 +21,8 @@ class Registers:
 
     slots: list[Any]
     seed: int | None = None  # of random draws; None: they continue the device's stream
-    #: By (sender, number), until awaited.
-    receives: dict[tuple[int, int], Work] = field(default_factory=dict)
+    #: Until awaited.
+    receives: dict[Hashable, Work] = field(default_factory=dict)
     #: Collectives of all copies, until awaited.
     collectives: dict[Hashable, Sequence[Work]] = field(default_factory=dict)
     #: Random states between segments of programs.

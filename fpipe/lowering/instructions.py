@@ -74,6 +74,7 @@ class Send(Op):
 
     peer: int
     specs: tuple[Spec, ...]
+    stream: int = 0  # of the channel
     kind = "SEND"
 
     def __str__(self) -> str:
@@ -85,9 +86,8 @@ class Send(Op):
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        return step_of(
-            SEND_STEP, ins, send=machine.group.sender(machine.rank, self.peer, self.specs)
-        )
+        send = machine.group.sender(machine.rank, self.peer, self.specs, self.stream)
+        return step_of(_SEND, ins, send=send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Recv(Op):
 
     @property
     def buffer(self) -> Hashable:
-        """The key of the memory into which the message is received."""
+        """The key of the message, and of the memory into which it is received."""
         return ("received", self.peer, self.number)
 
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
@@ -116,7 +116,7 @@ class Recv(Op):
         post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs)
         if fetch is not None:
             return nothing  # WAIT requests the message
-        key = (self.peer, self.number)
+        key = self.buffer
 
         def step(r: Registers) -> None:
             r.receives[key] = post()
@@ -128,6 +128,7 @@ class Recv(Op):
 class Wait(Recv):
     """Wait for a message of another rank."""
 
+    stream: int = 0
     kind = "WAIT"
 
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
@@ -142,10 +143,10 @@ class Wait(Recv):
         note = machine.group.notes(machine.rank)
         content = f"{ins.action}'s message" if ins.action is not None else "gradients"
         text = f"waiting for {content} from rank {self.peer}"
-        post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs)
+        post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs, self.stream)
         if fetch is not None:
             return step_of(_WAIT, ins, fetch=fetch, post=post, note=note, text=text, writes=writes)
-        key = (self.peer, self.number)
+        key = self.buffer
 
         def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
             note(text)
@@ -212,7 +213,7 @@ note(text)
 {writes} = run(box)
 """
 _DRAWING = _PROGRAM.replace("run(box)", "run(r, box)")
-SEND_STEP = """
+_SEND = """
 send(({reads}))
 {free}
 """

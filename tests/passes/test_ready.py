@@ -272,8 +272,10 @@ def plans_of(schedule, window):
 
 def held(plan, rng: random.Random) -> int:
     """The most bytes of a random order: messages arrive whenever their turn in the channel came."""
-    missing = [node.missing for node in plan.nodes]
     done = set()
+    before = [
+        {one for one in range(len(plan.nodes)) if node.before >> one & 1} for node in plan.nodes
+    ]
     row = [n for n, node in enumerate(plan.nodes) if node.kind in (BODY, LAST, PLACED)]
     account, most = MemoryAccount(plan.wired), 0
     while len(done) < len(plan.nodes):
@@ -282,7 +284,7 @@ def held(plan, rng: random.Random) -> int:
         able = [
             n
             for n, node in enumerate(plan.nodes)
-            if n not in done and not missing[n]
+            if n not in done and before[n] <= done
             if node.kind == SEND
             or (node.kind == PLACED and n == front)
             or (node.kind in (BODY, LAST, WAIT) and node.position < end)
@@ -300,8 +302,6 @@ def held(plan, rng: random.Random) -> int:
             for at in ends:
                 account.end(ins.reads[at])
         done.add(place)
-        for later in plan.nodes[place].after:
-            missing[later] -= 1
     return most
 
 

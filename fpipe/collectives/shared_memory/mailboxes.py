@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ...devices import cores
 from ...errors import MismatchError
 from ..agreement import Agreement
 from ..faults import FaultMonitor, too_many_files
-from ..group import Pending, Sender, Tensors, Work, in_order
+from ..group import Receiver, Sender, Tensors, Work
 from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
@@ -63,7 +63,7 @@ class SharedMemory:
             for kind in range(LANES)
         }
         self._inboxes = {
-            (src, kind): _Inbox(self, src, LaneReader(peer.lane(monitor.rank, kind), head), deque())
+            (src, kind): _Inbox(self, src, LaneReader(peer.lane(monitor.rank, kind), head))
             for src, peer in peers.items()
             for kind in range(LANES)
         }
@@ -100,7 +100,7 @@ class SharedMemory:
     def share(self, form: WireFormat, tensors: Tensors | None, src: int) -> Tensors:
         """Send the tensors of one rank to all others."""
         if tensors is None:
-            return self._inboxes[src, SHARED].request(form).wait()
+            return self._inboxes[src, SHARED].receive(form, pieces(form.sizes))
         for dst in self._peers:
             self.sender(form, dst, SHARED)(tensors)
         return tensors
@@ -135,7 +135,6 @@ class SharedMemory:
             writer.queued.clear()
         self._late.clear()
         for inbox in self._inboxes.values():
-            inbox.requested.clear()
             inbox.reader.skip()
 
     def fail(self) -> None:
@@ -145,30 +144,19 @@ class SharedMemory:
             _native.wake(writer.bell)
 
     # ---- receiving ----
-    def recv(self, form: WireFormat, src: int, kind: int = PLANS) -> Work:
-        """Request the next message of a rank."""
-        self._monitor.check()
-        return self._inboxes[src, kind].request(form)
-
-    def fetcher(
-        self,
-        form: WireFormat,
-        src: int,
-        kind: int = PLANS,
-    ) -> Callable[[], Tensors | None]:
-        """A function that returns the next message if it arrives within the time of polling, and no
-        earlier one was requested and not read.
+    def receiver(self, form: WireFormat, src: int, kind: int = PLANS) -> Receiver:
+        """Functions that receive the next message. ``fetch`` returns it if it arrives within the
+        time of polling.
         """
         inbox = self._inboxes[src, kind]
         monitor = self._monitor
         poll = self._poll
         clock = _CLOCK
-        requested = inbox.requested
         arrived = inbox.reader.has
         message = pieces(form.sizes)
 
         def fetch() -> Tensors | None:
-            if requested or monitor.broken is not None:
+            if monitor.broken is not None:
                 return None
             if message and not arrived():
                 end = clock() + poll
@@ -177,7 +165,12 @@ class SharedMemory:
                         return None
             return inbox.receive(form, message)
 
-        return fetch
+        def post() -> Work:
+            monitor.check()
+            return following
+
+        following = _Next(partial(arrived, len(message)), partial(inbox.receive, form, message))
+        return Receiver(post, fetch)
 
     def wait(self, src: int, reader: LaneReader) -> None:
         """Poll, then sleep, until the next piece has arrived."""
@@ -225,21 +218,11 @@ class SharedMemory:
 
 
 class _Inbox(NamedTuple):
-    """One lane from a rank, and the receives that were requested and not read yet."""
+    """One lane from a rank."""
 
     memory: SharedMemory
     src: int
     reader: LaneReader
-    requested: deque[Pending]
-
-    def request(self, form: WireFormat) -> Pending:
-        """Request the next message."""
-        message = pieces(form.sizes)
-        return in_order(
-            self.requested,
-            lambda: self.receive(form, message),
-            lambda before: before == 0 and self.reader.has(len(message)),
-        )
 
     def receive(self, form: WireFormat, message: Sequence[Piece]) -> Tensors:
         """The next message, in pieces that may have to be waited for."""
@@ -252,6 +235,14 @@ class _Inbox(NamedTuple):
             if not reader.read(buffers, piece):
                 self.memory.refuse(self.src, piece.size)
         return form.unpack(buffers, _CPU)
+
+
+class _Next:
+    """The Work of a receive: the next message of a lane. All receives of one kind share it."""
+
+    def __init__(self, done: Callable[[], bool], wait: Callable[[], Tensors]):
+        self.done = done
+        self.wait = wait
 
 
 def connect(monitor: FaultMonitor, agreement: Agreement, gather: Gather) -> SharedMemory | None:

@@ -30,15 +30,14 @@ class Node:
     """Consecutive instructions that run together.
 
     ``position`` is that of the action in the row, ``channel`` the peer and the stream of a message.
-    ``after`` are the nodes that wait for this one; ``missing`` is how many it waits for.
+    ``before`` has a bit for each node that this one waits for.
     """
 
     kind: int
     position: int
     steps: list[int] = field(default_factory=list)
     channel: tuple[int, int] | None = None
-    after: list[int] = field(default_factory=list)
-    missing: int = 0
+    before: int = 0
     message: int = -1  # of a wait: the instruction that waits, among ``steps``
 
 
@@ -152,10 +151,7 @@ def _connect(plan: Plan, nodes: Sequence[Node]) -> None:
             last[node.position] = place
     _connect_values(plan, nodes, waits)
     for place, waited in enumerate(waits):
-        waited.discard(place)
-        nodes[place].missing = len(waited)
-        for one in waited:
-            nodes[one].after.append(place)
+        nodes[place].before = sum(1 << one for one in waited - {place})
 
 
 def _connect_values(plan: Plan, nodes: Sequence[Node], waits: Sequence[set[int]]) -> None:

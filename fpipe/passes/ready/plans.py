@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextvars import copy_context
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import chain
 
@@ -17,13 +17,13 @@ from ...collectives.bounded import in_thread
 from ...collectives.group import Pending as Arrival
 from ...lowering.builder import Builder
 from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
-from ...lowering.instructions import SEND_STEP, Send, Wait, step_of
+from ...lowering.instructions import Send, Wait
 from ...lowering.keys import Key
 from ...lowering.plan import Feature, Plan, Use
 from ...lowering.wired import WiredMessages
 from .bounds import bound
 from .nodes import Node, nodes_of
-from .running import Pending, steps_in_order
+from .running import Order, Pending, steps_in_order
 from .window import default_window
 
 
@@ -92,15 +92,14 @@ class ReadyPlan(Plan):
         return bound(self, self.nodes, self.window)
 
     @cached_property
-    def in_row(self) -> list[int]:
-        """The places of the nodes that move the window."""
-        return [place for place, node in enumerate(self.nodes) if node.channel is None]
-
-    @cached_property
     def draws(self) -> bool:
         """Whether a program draws random numbers."""
-        programs = [ins.program for ins in self.instructions]
-        return any(program is not None and program.random for program in programs)
+        return any(getattr(ins.program, "random", False) for ins in self.instructions)
+
+    @cached_property
+    def orders(self) -> dict[int, Order]:
+        """By executable, the orders that its runs have taken."""
+        return {}
 
     chosen = steps_in_order
 
@@ -122,34 +121,6 @@ def _placed(slots: Mapping[Key, int], ins: Instruction, use: Use) -> Instruction
 
 
 # ---- messages ----
-@dataclass(frozen=True, slots=True)
-class InStream(Send):
-    """SEND in a stream of its channel."""
-
-    stream: int = 0
-
-    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        send = machine.group.sender(machine.rank, self.peer, self.specs, self.stream)
-        return step_of(SEND_STEP, ins, send=send)
-
-
-@dataclass(frozen=True, slots=True)
-class Take(Wait):
-    """WAIT, whose step returns the receive without waiting."""
-
-    stream: int = 0
-
-    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        post, fetch = machine.group.receiver(self.peer, machine.rank, self.specs, self.stream)
-        writes = ins.writes
-        key = (self.peer, self.number)
-
-        def step(r: Registers) -> Pending:
-            return (r.receives.pop(key) if fetch is None else post()), writes
-
-        return step
-
-
 @dataclass(frozen=True, slots=True)
 class Beside(Op):
     """TAKE in a thread of its own, so that other actions run while a microbatch is missing.
@@ -182,10 +153,8 @@ def _instructions(plan: Plan, lanes: Mapping[int, int]) -> Iterator[Instruction]
     """The instructions over keys, with messages in streams."""
     for number, ins in enumerate(plan.keyed):
         op = ins.op
-        if type(op) is Send:
-            op = InStream(op.peer, op.specs, lanes[number])
-        elif type(op) is Wait:
-            op = Take(op.peer, op.number, op.specs, lanes[number])
+        if isinstance(op, Send | Wait):
+            op = replace(op, stream=lanes[number])
         elif op.kind == "TAKE":
             op = Beside(op)
         yield ins._replace(op=op)

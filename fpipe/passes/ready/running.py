@@ -1,62 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a plan in the ready order: the steps of the nodes, in an order that follows arrivals.
 
-A rank waits only where no node of its window can run, and then for any message. Nothing here knows
-schedules or backends.
+A rank waits only where no node of its window can run, and then for any message. What runs next
+depends on nothing but what has run and which messages have arrived, so it is found once, and later
+runs follow it. Sets of nodes are the bits of numbers. Nothing here knows schedules or backends.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator, Sequence
-from functools import partial
-from heapq import heappop, heappush
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, chain
+from operator import or_
+from typing import Any, TypeAlias
 
-from ...collectives.group import Group, Tensors, Work
+from ...collectives.group import Group, Pending as Arrival, Tensors, Work
 from ...engine.execute import Executable
 from ...lowering.instruction import Registers, StepFn
-from ...lowering.instructions import Wait
-from .nodes import CALLER, KINDS, WAIT, Node
+from ...lowering.instructions import Wait, nothing
+from .nodes import BODY, CALLER, KINDS, LAST, PLACED, SEND, WAIT, Node
 
 #: A work to wait for, and the slots of its result.
 Pending: TypeAlias = tuple[Work, tuple[int, ...]]
-
-
-class _Receive(NamedTuple):
-    """The wait for the next message of a channel that has begun."""
-
-    node: int
-    peer: int
-    work: Work
-    writes: Sequence[int]
-    then: Sequence[int]  # the steps after it
-
-
-class _AnyOf(NamedTuple):
-    """The wait for one of several messages, the first of the row first."""
-
-    group: Group
-    receives: Sequence[tuple[int, Work]]  # each with its sender
-
-    def done(self) -> bool:
-        return any(work.done() for _, work in self.receives)
-
-    def wait(self) -> Tensors:
-        if self.done():
-            return ()
-        ranks = [peer for peer, _ in self.receives if peer != CALLER]
-        if ranks:  # any of them names the wait for the caller
-            named = []
-            for peer, work in self.receives:
-                rank = ranks[0] if peer == CALLER else peer
-                named.append((rank, work))
-            self.group.wait_any(named)
-        else:
-            _, work = self.receives[0]
-            work.wait()
-        return ()
+#: The most branches that are kept.
+MOST = 2000
 
 
 def steps_in_order(plan: Any, executable: Executable, r: Registers) -> Iterator[tuple[int, StepFn]]:
@@ -64,135 +32,221 @@ def steps_in_order(plan: Any, executable: Executable, r: Registers) -> Iterator[
     is part of the result, and is kept.
     """
     if r.seed is None and plan.draws:
-        for number, step in chain(*executable.phases):
-            op = plan.keyed[number].op
-            if type(op) is Wait:
-                step = partial(_at_once, step)
-            yield number, step
+        yield from chain(*executable.phases)
         return
-    yield from _Run(plan, executable.steps, executable.group, r).all()
+    orders = plan.orders
+    key = id(executable)
+    if key not in orders:
+        orders[key] = Order(plan, executable)
+    yield from orders[key].steps(r)
 
 
-def _at_once(step: StepFn, r: Registers) -> Pending | None:
-    """Take a message that has arrived without a turn of another rank, as a row does."""
-    work, writes = step(r)
-    if not work.done():
-        return work, writes
-    for slot, tensor in zip(writes, work.wait(), strict=True):
-        r.slots[slot] = tensor
-    return None
+#: Steps that run without a look at messages, and the look after them.
+Branch: TypeAlias = tuple[Sequence[tuple[int, StepFn]], "_Look"]
 
 
-class _Run:
-    """The state of a run.
+@dataclass(frozen=True, eq=False, slots=True)
+class _Look:
+    """A look at messages, after the nodes that are ``done``, while others have ``begun``.
 
-    ``queues`` are the nodes that wait for no other node, by their kind. ``front`` is the first
-    body or placed node that has not run, and ``end`` the position at which its window ends.
+    ``places`` are the receives of messages that could come before the next body; at the end of the
+    plan there are none. ``idle`` waits for any of them, if nothing else can run.
     """
 
-    def __init__(self, plan: Any, steps: Sequence[StepFn], group: Group, r: Registers):
-        self.nodes: Sequence[Node] = plan.nodes
-        self.row: Sequence[int] = plan.in_row
-        self.window = plan.window
-        self.steps = steps
-        self.group = group
-        self.r = r
-        self.missing = [node.missing for node in self.nodes]
-        self.left = len(self.nodes)
-        self.done = bytearray(self.left)
-        self.queues: tuple[list[int], ...] = tuple([] for _ in KINDS)
-        self.receives: list[_Receive] = []
-        self.ran = 0  # of ``row``, those before ``front``
-        self._advance()
-        for place, count in enumerate(self.missing):
-            if not count:
-                heappush(self.queues[self.nodes[place].kind], place)
+    done: int
+    begun: int
+    places: Sequence[int]
+    idle: tuple[int, StepFn] | None
 
-    def all(self) -> Iterator[tuple[int, StepFn]]:
-        """Run all nodes."""
-        nodes = self.nodes
-        steps = self.steps
-        bodies, last, sends, waits, placed = self.queues
-        while self.left:
-            arrived: list[_Receive] = []
-            if sends:  # what was computed is released first
-                place = heappop(sends)
-            else:
-                if waits and nodes[waits[0]].position < self.end:
-                    yield from self._post()
-                first = len(nodes)
-                if bodies and nodes[bodies[0]].position < self.end:
-                    first = bodies[0]
-                if self.receives and self.receives[0].node < first:
-                    arrived = [one for one in self.receives if one.work.done()]
-                    yield from self._take(arrived)
-                if placed and placed[0] == self.front:
-                    place = heappop(placed)
-                elif bodies and nodes[bodies[0]].position < self.end:
-                    place = heappop(bodies)
-                elif last and nodes[last[0]].position < self.end:
-                    place = heappop(last)
-                elif arrived:
+
+class Order:
+    """The order of a plan's nodes, as far as runs of it have come."""
+
+    def __init__(self, plan: Any, executable: Executable):
+        self.plan = plan
+        self.executable = executable
+        self.kinds = [0] * len(KINDS)  # the nodes of each kind
+        #: The works of receives that need not begin, where the group has a ``fetch``.
+        self.works: dict[int, Work] = {}
+        at = [0] * (len(plan.row) + 2)
+        for place, node in enumerate(plan.nodes):
+            self.kinds[node.kind] |= 1 << place
+            at[node.position + 1] |= 1 << place
+            op = plan.instructions[node.message].op
+            if node.kind == WAIT and isinstance(op, Wait):
+                post, fetch = executable.group.receiver(op.peer, plan.rank, op.specs, op.stream)
+                if fetch is not None:
+                    self.works[place] = post()
+        self.reach = list(accumulate(at, or_))  # the nodes before each position
+        self.branch = lru_cache(maxsize=MOST)(self._branch)
+
+    def steps(self, r: Registers) -> Iterator[tuple[int, StepFn]]:
+        """The steps of a run."""
+        branch = self.branch(0, 0, None)
+        receives = r.receives
+        receives |= self.works
+        while True:
+            steps, look = branch
+            yield from steps
+            if not look.places:
+                break
+            places = look.places
+            while not (arrived := tuple([place for place in places if receives[place].done()])):
+                if look.idle is None:
+                    break
+                yield look.idle
+            branch = self.branch(look.done, look.begun, arrived)
+        for place in self.works:
+            del receives[place]
+
+    def _branch(self, done: int, begun: int, arrived: tuple[int, ...] | None) -> Branch:
+        """The branch after a look, once these messages have arrived; None: the first branch."""
+        walk = _Walk(self, done, begun)
+        walk.run(arrived)
+        return walk.steps, walk.look()
+
+
+class _Walk:
+    """Collects the steps of nodes, which run one after another up to a look at messages."""
+
+    def __init__(self, order: Order, done: int, begun: int):
+        self.order = order
+        self.nodes: Sequence[Node] = order.plan.nodes
+        self.done = done
+        self.begun = begun
+        self.steps: list[tuple[int, StepFn]] = []
+
+    def run(self, arrived: tuple[int, ...] | None) -> None:
+        """Take what has arrived, then run nodes."""
+        for place in arrived or ():
+            self._take(place)
+        looked = arrived is not None
+        none = len(self.nodes)
+        while self.done.bit_count() < none:
+            place = self._first(SEND)  # what was computed is released first
+            if place == none and not looked:
+                self._begin()
+                if self.begun and _lowest(self.begun) < self._first(BODY):
+                    if self.begun & (self.begun - 1) or self._next() < none:
+                        return
+                    self._take(_lowest(self.begun))
                     continue
-                else:
-                    yield self._wait()
-                    continue
-            for number in nodes[place].steps:
-                yield number, steps[number]
-            self._ended(place)
+            if place == none:
+                place = self._next()
+            if place < none or not looked:  # after a look there may be nothing to run yet
+                self._add(self.nodes[place].steps)
+                self.done |= 1 << place
+            looked = False
 
-    def _ended(self, place: int) -> None:
-        nodes = self.nodes
-        missing = self.missing
-        self.done[place] = 1
-        self.left -= 1
-        if place == self.front:
-            self._advance()
-        for later in nodes[place].after:
-            missing[later] -= 1
-            if not missing[later]:
-                heappush(self.queues[nodes[later].kind], later)
+    def look(self) -> _Look:
+        """The look after the steps."""
+        places = [place for place in range(self._first(BODY)) if self.begun >> place & 1]
+        idle = None
+        if places and self._next() == len(self.nodes):
+            first = self.nodes[places[0]].message
+            idle = first, _any_of(self.order.executable.group, self.nodes, places)
+        return _Look(self.done, self.begun, places, idle)
 
-    def _advance(self) -> None:
-        """Move the window to the first node of the row that has not run."""
-        row = self.row
-        while self.ran < len(row) and self.done[row[self.ran]]:
-            self.ran += 1
-        if self.ran < len(row):
-            self.front = row[self.ran]
-            self.end = self.nodes[self.front].position + self.window
-        else:
-            self.front = -1
-            self.end = len(self.nodes)
+    # ---- nodes ----
+    def _reach(self) -> tuple[int, int]:
+        """The first body or placed node that has not run, and the nodes of its window."""
+        bodies, last, _, _, placed = self.order.kinds
+        left = (bodies | last | placed) & ~self.done
+        reach = self.order.reach
+        if not left:
+            return -1, reach[-1]
+        front = _lowest(left)
+        end = self.nodes[front].position + self.order.plan.window
+        return front, reach[min(end, len(reach) - 1)]
 
-    # ---- messages ----
-    def _post(self) -> Iterator[tuple[int, StepFn]]:
-        """Begin the waits of the window."""
-        waits = self.queues[WAIT]
-        while waits and self.nodes[waits[0]].position < self.end:
-            place = heappop(waits)
+    def _first(self, kind: int) -> int:
+        """The first node of a kind in the window that can run; past all nodes, if none can."""
+        _, window = self._reach()
+        left = self.order.kinds[kind] & window & ~(self.done | self.begun)
+        while left:
+            place = _lowest(left)
+            if not self.nodes[place].before & ~self.done:
+                return place
+            left &= left - 1
+        return len(self.nodes)
+
+    def _next(self) -> int:
+        """The node that runs next where no message comes first."""
+        front, _ = self._reach()
+        if front == self._first(PLACED):
+            return front
+        place = self._first(BODY)
+        return self._first(LAST) if place == len(self.nodes) else place
+
+    # ---- steps ----
+    def _add(self, numbers: Sequence[int]) -> None:
+        bound = self.order.executable.steps
+        for number in numbers:
+            if bound[number] is not nothing:
+                self.steps.append((number, bound[number]))
+
+    def _begin(self) -> None:
+        """Begin the receives of the window."""
+        order = self.order
+        while (place := self._first(WAIT)) < len(self.nodes):
             node = self.nodes[place]
-            split = node.steps.index(node.message)
-            for number in node.steps[:split]:
-                yield number, self.steps[number]
-            work, writes = self.steps[node.message](self.r)
-            then = node.steps[split + 1 :]
-            assert node.channel is not None, "a wait has a channel"
-            peer, _ = node.channel
-            insort(self.receives, _Receive(place, peer, work, writes, then))
+            number = node.message
+            self._add(node.steps[: node.steps.index(number)])
+            if place not in order.works:
+                begin = order.executable.steps[number]
+                self.steps.append((number, partial(_post, place, begin)))
+            self.begun |= 1 << place
 
-    def _take(self, arrived: Sequence[_Receive]) -> Iterator[tuple[int, StepFn]]:
-        """Take what has arrived."""
-        for one in arrived:
-            self.receives.remove(one)
-            for slot, tensor in zip(one.writes, one.work.wait(), strict=True):
-                self.r.slots[slot] = tensor
-            for number in one.then:
-                yield number, self.steps[number]
-            self._ended(one.node)
+    def _take(self, place: int) -> None:
+        """Take a message, or wait for it."""
+        order = self.order
+        node = self.nodes[place]
+        number = node.message
+        if place in order.works:
+            self._add([number])
+        else:
+            writes = order.plan.instructions[number].writes
+            self.steps.append((number, partial(_wait, place, writes)))
+        self._add(node.steps[node.steps.index(number) + 1 :])
+        self.begun ^= 1 << place
+        self.done |= 1 << place
 
-    def _wait(self) -> tuple[int, StepFn]:
-        """A step that waits for any of the messages."""
-        works = [(one.peer, one.work) for one in self.receives]
-        pending: Pending = (_AnyOf(self.group, works), ())
-        return self.nodes[self.receives[0].node].message, lambda r: pending
+
+# ---- steps of receives ----
+def _post(key: int, begin: StepFn, r: Registers) -> None:
+    r.receives[key], _ = begin(r)
+
+
+def _wait(key: int, writes: tuple[int, ...], r: Registers) -> Pending:
+    return r.receives.pop(key), writes
+
+
+def _any_of(group: Group, nodes: Sequence[Node], places: Sequence[int]) -> StepFn:
+    """A step that waits for any of the receives, the first of the row first."""
+    ranks = [channel[0] for place in places if (channel := nodes[place].channel)]
+    others = [rank for rank in ranks if rank != CALLER]
+    # any of them names the wait for the caller
+    names = [others[0] if rank == CALLER and others else rank for rank in ranks]
+
+    def step(r: Registers) -> Pending:
+        works = [r.receives[place] for place in places]
+
+        def arrived() -> bool:
+            return any(work.done() for work in works)
+
+        def wait() -> Tensors:
+            if not arrived():
+                if others:
+                    group.wait_any(list(zip(names, works, strict=True)))
+                else:
+                    works[0].wait()
+            return ()
+
+        return Arrival(wait, arrived), ()
+
+    return step
+
+
+def _lowest(bits: int) -> int:
+    """The place of the lowest bit."""
+    return (bits & -bits).bit_length() - 1

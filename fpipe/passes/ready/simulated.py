@@ -51,9 +51,7 @@ def timeline(
         width = default_window(rows, units)
     else:
         width = check_window(window)
-    run = _Run(inspected, costs, number("jitter", jitter), seed)
-    for rank in run.ranks:
-        rank.window = width
+    run = _Run(inspected, costs, number("jitter", jitter), seed, width)
     run.all()
     sizes = costs.of_units("size", units, slices)
     return Timeline(
@@ -87,27 +85,23 @@ class _Part(NamedTuple):
 
 
 class _Rank:
-    """The state of one rank: the actions that wait for no other action of the row, and what ran."""
+    """The state of one rank: what ran, and when."""
 
-    def __init__(self, row: Row, parts: list[list[_Part]], random: Random, jitter: float):
+    def __init__(
+        self, row: Row, parts: list[list[_Part]], random: Random, jitter: float, window: int
+    ):
         self.row = row
         self.parts = parts
-        self.window = 1
+        self.window = window
         #: By position: factors of the time of the action, and of the time of its messages.
         self.factors = []
         for _ in row:
             of_action = exp(random.gauss(0, jitter))
             of_message = exp(random.gauss(0, jitter))
             self.factors.append((of_action, of_message))
-        self.after: list[list[int]] = [[] for _ in row]
-        self.missing = [0] * len(row)
-        for position, earlier in enumerate(before(row)):
-            self.missing[position] = len(earlier)
-            for one in earlier:
-                self.after[one].append(position)
-        self.open = [position for position, count in enumerate(self.missing) if not count]
+        self.before = before(row)
         self.last = [unawaited(action) for action in row]
-        self.done = bytearray(len(row) + 1)
+        self.done = set[int]()
         self.first = 0
         self.clock = 0.0
         self.order: list[int] = []
@@ -117,14 +111,15 @@ class _Rank:
     def ran(self, position: int) -> None:
         """Record that an action ran."""
         self.order.append(position)
-        self.open.remove(position)
-        self.done[position] = 1
-        while self.done[self.first]:
+        self.done.add(position)
+        while self.first in self.done:
             self.first += 1
-        for later in self.after[position]:
-            self.missing[later] -= 1
-            if not self.missing[later]:
-                self.open.append(later)
+
+    def able(self) -> Iterator[int]:
+        """The actions of the window that wait for no other action of the row."""
+        for position in range(self.first, min(self.first + self.window, len(self.row))):
+            if position not in self.done and self.done.issuperset(self.before[position]):
+                yield position
 
 
 class _Run:
@@ -132,7 +127,7 @@ class _Run:
     message's time.
     """
 
-    def __init__(self, inspected: Inspection, costs: Costs, jitter: float, seed: int):
+    def __init__(self, inspected: Inspection, costs: Costs, jitter: float, seed: int, window: int):
         rows, placement, units, slices = inspected.schedule
         self.facts = facts = Facts(placement.stages, units)
         sizes = costs.of_units("size", units, slices)
@@ -142,7 +137,7 @@ class _Run:
         self.ranks = []
         for rank, row in enumerate(rows):
             of_row = [list(parts(rank, action)) for action in row]
-            self.ranks.append(_Rank(row, of_row, random, jitter))
+            self.ranks.append(_Rank(row, of_row, random, jitter, window))
         present = facts.initial()
         self.computed = array("d", [0.0 if here else inf for here in present])
         self.delay = array("d", [1.0]) * facts.size
@@ -176,9 +171,7 @@ class _Run:
         the fact that it waits for.
         """
         best = (inf, True, 0, -1)
-        for position in rank.open:
-            if position >= rank.first + rank.window:
-                continue
+        for position in rank.able():
             time = rank.clock
             waited = -1
             for part in rank.parts[position]:
