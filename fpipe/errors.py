@@ -156,6 +156,10 @@ class LaunchError(GroupError):
 _NO_USERS = {"fpipe", "torch", "optree", *sys.stdlib_module_names}
 
 
+#: What a repr shows of the values of a tensor.
+_VALUES = r"(?<=tensor\()\[[^a-z)]*"
+
+
 def checked(fn: F) -> F:
     """``fn``, where an error of Python about its arguments is an ArgumentError that names them.
 
@@ -196,9 +200,8 @@ def checked(fn: F) -> F:
                 takes += f"; did you mean {near!r}?"
             given = [f"{value!r:.80}" for value in args]
             given += [f"{key}={value!r:.80}" for key, value in named.items()]
-            text = re.sub(r"\s+", " ", ", ".join(given))
-            raise ArgumentError(
-                f"{name}({text:.400}) raised {type(error).__name__}: {error!s:.160}; give {takes}"
-            ) from error
+            text = re.sub(r"\s+", " ", re.sub(_VALUES, "...", ", ".join(given)))
+            text = f"{name}({text:.400}) raised {type(error).__name__}: {error!s:.160}"
+            raise ArgumentError(f"{text.replace('Base.', '.')}; give {takes}") from error
 
     return cast(F, call)

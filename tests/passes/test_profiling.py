@@ -493,7 +493,7 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
     head = next(line for line in str(step).splitlines() if line.startswith("stage "))
     assert head.split() == ["stage", *kinds.split()]
     assert "\n\nThe ranks ran in turn, in one process" in str(step)
-    assert repr(step).startswith("Profile(1 step, the last: measured ")
+    assert repr(step).startswith("Profile(1 step, the median one: measured ")
 
 
 def test_a_profile_shows_what_preparation_took():

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import add, itemgetter
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from ...actions.action import Action, AnyAction, Fused
@@ -222,7 +222,7 @@ def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
             times = [one[kind] for one in spent]
             for rank, time in enumerate(times):
                 excess[rank, kind].append(time - median(times[:rank] + times[rank + 1 :]))
-    whole = median(map(length, steps))
+    whole = median_low(map(length, steps))
 
     def share(which: tuple[int, str]) -> float:
         """Of a step, in which the others wait."""

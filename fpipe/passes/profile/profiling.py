@@ -104,15 +104,17 @@ class Profile:
     def _headline(self) -> str:
         real, predicted = self.timeline, self.simulated
         took = f"measured {1e3 * real.total:.2f} ms"
+        whole = f"{1e3 * length(self._median):.2f} ms"
         would = f"simulated {1e3 * predicted.total:.2f} ms"
         if self.in_turn:
             return (
                 f"{took}, ranks in turn; {would}, ranks at once, with mean times alone; "
                 f"bubble {predicted.bubble:.1%}"
             )
+        if whole not in took:
+            took += f" ({whole} with what is before and after actions)"
         return (
-            f"{took} ({1e3 * length(self._median):.2f} ms with what is before and after "
-            f"actions); {would} ({predicted.total / real.total:.1%}) with mean times alone; "
+            f"{took}; {would} ({predicted.total / real.total:.1%}) with mean times alone; "
             f"bubble {real.bubble:.1%}"
         )
 
@@ -193,10 +195,12 @@ class Profile:
     def __repr__(self) -> str:
         done = "no step yet"
         if self.runs:
-            done = f"{counted(len(self.runs), 'step')}, the last: {self._headline}"
+            done = f"{counted(len(self.runs), 'step')}, the median one: {self._headline}"
         return f"Profile({self._called(done)})"
 
     def __str__(self) -> str:
+        if not self.runs:
+            return repr(self)
         lines = [fill(self._headline, 80)]
         for title, rows in self._tables.items():
             lines += ["", title, *product("pictures").aligned(rows)]

@@ -57,11 +57,9 @@ def nodes_of(plan: Plan, lanes: Mapping[int, int], alone: frozenset[int]) -> lis
             posts.setdefault(op.peer, []).append(number)
         elif type(op) is Wait:
             steps = [*posts.pop(op.peer, ()), number]
-            node = waits[op.peer] = made.add(WAIT, position, steps, (op.peer, lanes[number]))
-            node.message = number
+            waits[op.peer] = made.add(WAIT, position, steps, (op.peer, lanes[number]))
         elif op.kind == "TAKE":
-            node = made.add(WAIT, position, [number], (CALLER, 0))
-            node.message = number
+            made.add(WAIT, position, [number], (CALLER, 0))
         elif isinstance(op, Settle) and op.peer in waits:
             waits[op.peer].steps.append(number)
         elif isinstance(op, Send) and number not in alone:
@@ -94,7 +92,7 @@ class _Made:
         """A new node."""
         if kind == BODY and unawaited(self.row[position]):
             kind = LAST
-        node = Node(kind, position, steps, channel)
+        node = Node(kind, position, steps, channel, message=max(steps, default=-1))
         self.nodes.append(node)
         if channel is None:
             self.of[position] = node

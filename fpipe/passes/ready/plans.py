@@ -7,6 +7,7 @@ the order of the row; where the group has streams, those of each stage and fact 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field, fields, replace
@@ -112,12 +113,11 @@ class ReadyPlan(Plan):
 def _placed(slots: Mapping[Key, int], ins: Instruction, use: Use) -> Instruction:
     """An instruction over slots, one for each key."""
     ends, needed = use
-    writes = []
-    for key, later in zip(ins.writes, needed, strict=True):
-        writes.append(slots[key] if later else -1)
+    kept = zip(ins.writes, needed, strict=True)
+    writes = tuple(slots[key] if later else -1 for key, later in kept)
     reads = tuple(slots[key] for key in ins.reads)
     frees = tuple(reads[place] for place in ends)
-    return Instruction(ins.op, ins.action, reads, tuple(writes), frees)
+    return ins._replace(reads=reads, writes=writes, frees=frees)
 
 
 # ---- messages ----
@@ -164,26 +164,22 @@ def _lanes(plan: Plan, streams: int) -> tuple[dict[int, int], frozenset[int]]:
     """The stream of each message, by its instruction: one for each stage and fact, as far as there
     are streams; and the messages that share theirs with no other stage or fact.
     """
-    names: dict[tuple[type, int], dict[tuple[int, bool], None]] = {}
-    of: dict[int, tuple[tuple[type, int], tuple[int, bool] | None]] = {}
+    names = defaultdict[tuple[type, int], set[tuple[int, bool]]](set)
+    messages = []
     for number, ins in enumerate(plan.keyed):
-        if isinstance(ins.op, Send) or type(ins.op) is Wait:
-            channel = (type(ins.op), ins.op.peer)
+        if isinstance(ins.op, Send | Wait):
+            channel = type(ins.op), ins.op.peer
             name = None
             if ins.action is not None:
-                stage, op, _ = ins.action
-                name = (stage, op == "F")
-                known = names.setdefault(channel, {})
-                known[name] = None
-            of[number] = channel, name
+                name = ins.action.stage, ins.action.op == "F"
+                names[channel].add(name)
+            messages.append((number, channel, name))
     lanes = {}
     alone = set[int]()
-    for number, (channel, name) in of.items():
+    for number, channel, name in messages:
         lanes[number] = 0
         if name is not None:
-            in_order = sorted(names[channel])
-            place = in_order.index(name)
-            lanes[number] = place % streams
-            if len(in_order) <= streams:
+            lanes[number] = sorted(names[channel]).index(name) % streams
+            if len(names[channel]) <= streams:
                 alone.add(number)
     return lanes, frozenset(alone)

@@ -45,12 +45,9 @@ def timeline(
         raise ScheduleError(f"order={order!r:.80}; give 'row' or 'ready'", rule="order")
     if inspected.walk.blocked:
         raise stuck(rows, placement.stages, inspected.walk)
+    width = default_window(rows, units) if window is None else check_window(window)
     if order == "row":
         width = 1
-    elif window is None:
-        width = default_window(rows, units)
-    else:
-        width = check_window(window)
     run = _Run(inspected, costs, number("jitter", jitter), seed, width)
     run.all()
     sizes = costs.of_units("size", units, slices)

@@ -197,9 +197,12 @@ def compare(
     click.echo(f"{taken}\nwrote {out}" if out else taken)
 
 
+_NONE = "no named schedule holds at most {:.6g}"
+
+
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
-        return f"\nno schedule holds at most {limit:.6g}; give more memory or more ranks"
+        return f"\n{_NONE.format(limit)}; give more, or try fpipe solve --memory {limit:.6g}"
     within = "" if limit == inf else f" within memory {limit:.6g}"
     return f"\ntake {chosen.name}, the shortest step{within}: {_figures(chosen)}"
 
@@ -250,15 +253,18 @@ def solve(
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     [limit] = limits(memory, 1, price)
     taken = comparison.take(entries, limit)
-    solved = comparison.entry_of("solved", best.check(), t)
+    named = _NONE.format(limit)
+    if taken:
+        named = (
+            f"the named schedule of {best.stages} stages with the least total, {taken.name}: "
+            f"{_figures(taken)} (the fullest rank's peak{_one(price, per)}); its span is "
+            f"{taken.span:.6g}"
+        )
     lines = [
         f"stages by rank: {repr(best.placement)[10:-1]}",
-        f"{_figures(solved)} (the fullest rank's peak{_one(price, per)})",
         f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
+        named,
     ]
-    if taken:
-        named = f"the named schedule of {best.stages} stages with the least total, {taken.name}"
-        lines.append(f"{named}: {_figures(taken)}; its span is {taken.span:.6g}")
     click.echo("\n".join(fill(line, 80) for line in lines))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
     if out:

@@ -16,7 +16,7 @@ import click
 from ...actions import progress, write_bytes
 from ..clusters.hardware import GIB, TABLE, find_gpu
 from ..clusters.layout import Job, Layout
-from ..clusters.layouts import Layouts, search
+from ..clusters.layouts import Layouts, candidates, search
 from ..clusters.model import read_model
 from ..clusters.plan_file import tables, write_plan
 from ..clusters.prediction import Prediction, usable
@@ -82,7 +82,7 @@ def plan(
             f"--tokens {tokens} are not whole sequences of {seq}; give {low} or {low + seq}"
         )
     job = Job(read_model(model), gpus, find_gpu(gpu, memory, flops), tokens // seq, seq)
-    accepts = _filter(only) if only else None
+    accepts = _filter(only, job) if only else None
     with progress(f"planning for {gpus} GPUs") as track:
         result = search(job, accepts, top, track)
     if out is not None:
@@ -96,13 +96,16 @@ def plan(
         click.echo(f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0")
 
 
-def _filter(only: Sequence[str]) -> Callable[[Layout], bool]:
+def _filter(only: Sequence[str], job: Job) -> Callable[[Layout], bool]:
     """Whether a layout has, of each name, a value that one of its patterns matches."""
     patterns: defaultdict[str, list[str]] = defaultdict(list)
     for choice in only:
         name, _, pattern = choice.partition("=")
         if name not in CHOICES or not pattern:
             raise usage_error(f"--only {choice}: give one of {', '.join(CHOICES)}, as in tp=8")
+        known = dict.fromkeys(str(getattr(layout, name)) for layout in candidates(job))
+        if known and not any(fnmatchcase(value.lower(), pattern.lower()) for value in known):
+            raise usage_error(f"--only {choice}: no layout has it; there are {', '.join(known)}")
         patterns[name].append(pattern.lower())
 
     return lambda layout: all(
@@ -137,7 +140,7 @@ def _row(prediction: Prediction) -> Mapping[str, object]:
     layout = prediction.layout
     names = ("tp", "pp", "dp", "zero", "schedule", "stages", "recompute")
     return {name: getattr(layout, name) for name in names} | {
-        "microbatches": f"{layout.microbatches(prediction.job)} of {layout.microbatch}",
+        "microbatches": f"{layout.microbatches(prediction.job)} x {layout.microbatch}",
         "seconds": f"{prediction.step:.4g}",
         "GiB": f"{prediction.fullest.total / GIB:.0f}",
     }
@@ -163,8 +166,9 @@ def _why(best: Prediction) -> Sequence[str]:
     return (
         f"speed: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble {best.bubble:.1%}",
         f"time: {time}",
-        f"limit: {best.limit}; no layout takes less than {least:.4g} s, the model's operations at "
-        f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
-        f"memory: pipeline rank {full.rank} holds {full.total / GIB:.1f} of "
-        f"{usable(job) / GIB:.1f} GiB: {memory}",
+        f"most after products: {best.limit}; no layout takes less than {least:.4g} s, the model's "
+        f"operations at {job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
+        f"memory: pipeline rank {full.rank} holds {full.total / GIB:.1f} of the "
+        f"{usable(job) / GIB:.1f} GiB that the system leaves of {job.gpu.memory / GIB:.0f}: "
+        f"{memory}",
     )

@@ -253,7 +253,7 @@ class Explanation:
             for e in facts.edges
         ]
         held = Cell("activations; @ the most of all", "activations over the step")
-        memory = "rank", held, "most", "with gradients, messages"
+        memory = "rank", held, "peak, at % of the step", "with gradients, messages"
         return {
             "What runs where": self._where,
             "Messages of a step": (edge, edges),

@@ -78,7 +78,8 @@ def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
         yield (
             (most - mean) / timeline.total,
             f"Rank {rank} computes {busy[rank] / mean:.0%} of the mean time of the ranks, "
-            f"{why}: give it {what} layers (its stages: {stages}); fpipe.balance proposes cuts.",
+            f"{why}: give it {what} to compute (its stages: {stages}), layers or parts of one; "
+            "fpipe.balance proposes cuts.",
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
+from ... import Costs, make_schedule, schedule_names
 from ...actions import Per, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
@@ -67,27 +67,26 @@ def compare(
             cut = slices if slices > 1 and orders_slices(name) else 1
             try:
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
-                entries.append(entry_of(name, schedule, schedule.simulate(costs, per=per)))
+                t = schedule.simulate(costs, per=per)
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
+                continue
+            held = max(len(schedule.placement.stages_of(rank)) for rank in range(ranks))
+            entries.append(
+                Entry(
+                    name,
+                    schedule.stages,
+                    bubble=max(t.bubble, 0.0),
+                    total=t.total,
+                    span=t.span,
+                    memory=max(t.peak_bytes),
+                    weights=held * ranks / schedule.stages,
+                    messages=t.messages,
+                    volume=t.volume,
+                )
+            )
     entries.sort(key=lambda e: (round(e.total, 9), round(e.bubble, 9), e.memory))
     return entries, left_out
-
-
-def entry_of(name: str, schedule: Schedule, t: Timeline) -> Entry:
-    """What a schedule would cost, as it was simulated."""
-    stages = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
-    return Entry(
-        name,
-        schedule.stages,
-        bubble=max(t.bubble, 0.0),
-        total=t.total,
-        span=t.span,
-        memory=max(t.peak_bytes),
-        weights=stages * schedule.ranks / schedule.stages,
-        messages=t.messages,
-        volume=t.volume,
-    )
 
 
 def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:

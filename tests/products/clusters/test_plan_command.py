@@ -48,7 +48,12 @@ def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     assert lines[2].split()[:5] == ["tp", "pp", "dp", "zero", "schedule"]
     seconds = [float(line.split()[-2]) for line in lines[3:6]]
     assert seconds == sorted(seconds) and lines[6] == ""
-    assert [line.partition(":")[0] for line in lines[7:11]] == ["speed", "time", "limit", "memory"]
+    assert [line.partition(":")[0] for line in lines[7:11]] == [
+        "speed",
+        "time",
+        "most after products",
+        "memory",
+    ]
     shares = [float(part.split()[-1].rstrip("%")) for part in lines[8].split(", ")]
     assert sum(shares) == pytest.approx(100, abs=0.5)
 
@@ -109,8 +114,9 @@ REFUSED = [
     (LINE.replace("4GiB", "lots"), "'lots' is no number above 0 with a unit"),
     (LINE.replace("4GiB", "100MiB"), "no layout fits 0.0977 GiB; nearest is tp="),
     (LINE.replace("--gpus 8", "--gpus 10000000000"), "gpus is 10000000000, and must be from 1"),
-    (LINE + " --only schedule=Seq*", "leave out some of them"),
-    (LINE + " --only tp=16", "leave out some of them"),
+    (LINE + " --only schedule=Seq*", "--only schedule=Seq*: no layout has it; there are 1F1B, Int"),
+    (LINE + " --only tp=16", "--only tp=16: no layout has it; there are 1, 2,"),
+    (LINE + " --only tp=4 --only pp=4", "leave out some of them"),
     (LINE + " --only stages=16", "--only stages=16: give one of schedule, tp, pp"),
     (LINE + " --out plan.txt", "ends in .toml"),
     (LINE.replace("config.json", "nowhere.json"), "nowhere.json: No such file"),

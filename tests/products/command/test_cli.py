@@ -334,7 +334,7 @@ def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
 def test_names_are_filtered_and_printed_as_json(capsys: pytest.CaptureFixture[str]):
     found = json.loads(printed(capsys, "names", "dualpipe*", "ZBV", "--json"))
     assert [row["name"] for row in found] == ["ZBVZeroBubble", "DualPipeV", "DualPipe"]
-    assert found[0]["about"] == "Zero bubble on a V; two stages a rank."
+    assert found[0]["about"] == "Zero bubble on a V; two stages a rank. ZBV is short for it."
 
 
 def test_check_prints_json(capsys: pytest.CaptureFixture[str]):
@@ -586,7 +586,7 @@ def test_equal_costs_give_equal_figures_everywhere(
     solved = printed(capsys, "solve", *options, "--seconds", "0.01", "-o", "plan.csv")
     assert solved.endswith(f"fpipe draw plan.csv --per {per} --costs {costs}\n")
     t = Schedule.from_csv("plan.csv").simulate(Costs.parse(costs), per=per)
-    assert f"\ntotal {t.total:.6g}, bubble {t.bubble:.2%}, memory" in solved
+    assert f"\ntotal {number(t.total)}, bubble {percent(t.bubble)}, peak" in solved
     assert f"total {number(t.total)}, bubble {percent(t.bubble)}" in printed(
         capsys, "draw", "plan.csv", "--costs", costs, "--per", per
     )

@@ -105,7 +105,7 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
     said = "Rank 0 computes 57% of the mean time of the ranks, and waits for the others"
     advice = next(text for text in page.advice if text.startswith("Rank"))
-    assert said in advice and "give it more layers (its stages: 0)" in advice
+    assert said in advice and "give it more to compute (its stages: 0)" in advice
 
 
 def test_advice_names_the_change_that_saves_most():
