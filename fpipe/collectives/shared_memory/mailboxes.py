@@ -151,7 +151,6 @@ class SharedMemory:
         inbox = self._inboxes[src, kind]
         monitor = self._monitor
         poll = self._poll
-        clock = _CLOCK
         arrived = inbox.reader.has
         message = pieces(form.sizes)
 
@@ -159,9 +158,9 @@ class SharedMemory:
             if monitor.broken is not None:
                 return None
             if message and not arrived():
-                end = clock() + poll
+                end = _CLOCK() + poll
                 while not arrived():
-                    if clock() >= end:
+                    if _CLOCK() >= end:
                         return None
             return inbox.receive(form, message)
 
