@@ -86,6 +86,13 @@ class Layout:
     recompute: Recompute = "none"
     layers: tuple[int, ...] = field(default=(), repr=False)
 
+    def __str__(self) -> str:
+        return (
+            f"tp {self.tp}, pp {self.pp}, dp {self.dp}, zero {self.zero}, {self.schedule}, "
+            f"stages a rank {self.per_rank}, microbatch {self.microbatch}, "
+            f"recompute {self.recompute}"
+        )
+
     @property
     def stages(self) -> int:
         """Stages of the pipeline."""

@@ -178,8 +178,7 @@ def _too_large(job: Job, layouts: Sequence[Layout]) -> PlanError:
         )
     near = min(predictions, key=lambda prediction: prediction.fullest.total)
     need = near.fullest.total / USABLE / GIB
-    layout = repr(near.layout).removeprefix("Layout(").rstrip(")")
     return PlanError(
-        f"no layout fits {job.gpu.memory / GIB:.3g} GiB; nearest is {layout}, which fits with "
+        f"no layout fits {job.gpu.memory / GIB:.3g} GiB; nearest is {near.layout}, which fits with "
         f"--memory {1.01 * need:.3g}GiB; more GPUs, or shorter sequences, need less"
     )

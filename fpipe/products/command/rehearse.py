@@ -6,6 +6,7 @@ against the plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import click
@@ -73,8 +74,8 @@ def rehearse(plan: str, ranks: tuple[int, ...], margin: float, as_json: bool) ->
         times = {name: getattr(spent, name) for name in ("tracing", "traces", "lowering")}
         print_json({"ranks": rows, "faults": faults, **times})
     else:
-        click.echo(f"{job.model.name} on {job.gpus} {job.gpu.name}: {layout}\n")
-        click.echo(f"{table([_shown(row) for row in rows])}\n\n{spent}")
+        click.echo(fill(f"{job.model.name} on {job.gpus} {job.gpu.name}: {layout}", 80))
+        click.echo(f"\n{table([_shown(row) for row in rows], ' ')}\n\n{spent}")
         for fault in faults:
             report_error(fault, INVALID)
     return INVALID if faults else 0
@@ -142,11 +143,14 @@ def _faults(row: Mapping[str, Any], job: Job, margin: float) -> Iterator[str]:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, object]:
     """A rank in the table."""
-    shown = {name: row[name] for name in ("rank", "pipeline rank", "stages", "instructions")}
-    shown["stages"] = ",".join(map(str, row["stages"]))
+    stages = row["stages"]
+    shown = {
+        "rank": row["rank"],
+        "stages": f"{len(stages)}, from {stages[0]} to {stages[-1]}",
+    }
     for name in ("sent", "received"):
-        messages, nbytes = row[name]
-        shown[name] = f"{messages} of {nbytes / GIB:.3g} GiB"
+        _, nbytes = row[name]
+        shown[f"{name} GiB"] = f"{nbytes / GIB:.3g}"
     for head, name in (("plan GiB", "plan"), ("peak GiB", "peak"), ("predicted", "predicted")):
         shown[head] = f"{row[name] / GIB:.4g}"
-    return {**shown, "difference": f"{row['difference']:+.1%}"}
+    return {**shown, "off by": f"{row['difference']:+.1%}"}

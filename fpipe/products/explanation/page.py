@@ -252,8 +252,8 @@ class Explanation:
             (e.rank, e.to, e.stage, e.direction, e.messages, size_text(e.nbytes / e.messages))
             for e in facts.edges
         ]
-        held = Cell("activations; @ the most of all", "activations over the step")
-        memory = "rank", held, "peak, at % of the step", "with gradients, messages"
+        held = Cell("activations: blank 0, @ most", "activations over the step")
+        memory = "rank", held, "peak, at % of step", "with gradients, messages"
         return {
             "What runs where": self._where,
             "Messages of a step": (edge, edges),

@@ -115,7 +115,7 @@ def test_layers_are_even_with_the_head_counted():
 
 def test_nothing_fits():
     """What comes nearest, and what would make it fit; it does."""
-    with pytest.raises(PlanError, match="no layout fits 1 GiB; nearest is tp=") as refused:
+    with pytest.raises(PlanError, match="no layout fits 1 GiB; nearest is tp ") as refused:
         search(job(2, memory=1), few)
     words = str(refused.value).split()
     memory = words[words.index("--memory") + 1]

@@ -112,7 +112,7 @@ REFUSED = [
         "'many' is no whole number above 0, such as 4194304 or 4M",
     ),
     (LINE.replace("4GiB", "lots"), "'lots' is no number above 0 with a unit"),
-    (LINE.replace("4GiB", "100MiB"), "no layout fits 0.0977 GiB; nearest is tp="),
+    (LINE.replace("4GiB", "100MiB"), "no layout fits 0.0977 GiB; nearest is tp "),
     (LINE.replace("--gpus 8", "--gpus 10000000000"), "gpus is 10000000000, and must be from 1"),
     (LINE + " --only schedule=Seq*", "--only schedule=Seq*: no layout has it; there are 1F1B, Int"),
     (LINE + " --only tp=16", "--only tp=16: no layout has it; there are 1, 2,"),
