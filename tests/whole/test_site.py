@@ -118,9 +118,9 @@ class Links(HTMLParser):
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect ``href``, ``src`` and ``id``."""
+        """Collect ``href``, ``src``, ``srcset`` and ``id``."""
         for name, value in attrs:
-            if name in ("href", "src") and value:
+            if name in ("href", "src", "srcset") and value:
                 self.targets.append(value)
             elif name == "id" and value:
                 self.ids.add(value)
