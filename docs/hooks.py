@@ -1041,10 +1041,26 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     )
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Any) -> None:
-    """Shorten names in the contents of a page of the reference: a method stands below its class."""
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Shorten names in the contents of a page of the reference: a method stands below its class.
+    Let output that has an error wrap.
+    """
     if page.file.src_uri.startswith("reference/"):
         shorten(page.toc)
+    return wrapped(html)
+
+
+def wrapped(html: str) -> str:
+    """Mark outputs that have the message of an error; lines of drawings and code never wrap.
+
+    >>> wrapped('<div class="highlight"><pre><span></span><code>StageError: no.</code></pre></div>')
+    '<div class="highlight prose"><pre><span></span><code>StageError: no.</code></pre></div>'
+    """
+    return re.sub(
+        r'<div class="highlight">(?=<pre><span></span><code>(?:[^<]*\n)?\w+Error: [^<]*</code>)',
+        '<div class="highlight prose">',
+        html,
+    )
 
 
 def shorten(items: Any, owner: str = "fpipe") -> None:

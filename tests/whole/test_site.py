@@ -179,6 +179,16 @@ def test_front_page_fits_a_phone(site: Path, browser: Any):
     assert hints and all("Scroll the table sideways" in hint for hint in hints)
 
 
+def test_errors_that_a_page_shows_fit_a_phone(site: Path, browser: Any):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site / "sharp.html").as_uri())
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.prose code')].map(e => [e.scrollWidth, e.clientWidth])"
+    )
+    page.close()
+    assert len(widths) >= 5 and all(needed <= there for needed, there in widths)
+
+
 def test_front_page_links_to_examples_and_contributing(site: Path):
     targets = Links(site / "index.html").targets
     assert {"examples.html", "contributing.html"} <= {
