@@ -187,6 +187,10 @@ for (const id of ["first", "second"]) {
 for (const id of ["ranks", "microbatches"]) {
   Object.assign($(id), {min: 0, max: contents[id].length - 1, step: 1, value: contents[id].indexOf(id === "ranks" ? 4 : 8)});
 }
+const narrow = matchMedia("(max-width: 700px)");  // where the costs are folded
+const fold = () => { $("costs").open = !narrow.matches; };
+narrow.addEventListener("change", fold);
+fold();
 $("first").value = "1F1B";
 $("second").value = "ZBVZeroBubble";
 for (const id of ["first", "second", ...INPUTS]) $(id).addEventListener("input", redraw);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import doctest
+import html
 import inspect
 import json
 import re
@@ -15,7 +16,8 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import explorer  # noqa: E402
 import published  # noqa: E402
+import types_of  # noqa: E402
 
 import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue, orders_slices  # noqa: E402
@@ -402,7 +405,7 @@ def _page(page: str) -> str:
         lines += [f"## {title}", ""]
         for name in names.split():
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_types_of_page(page)])
 
 
 def overview() -> str:
@@ -450,6 +453,19 @@ RETURNED = (
     "fpipe.interop.Bound",
     "fpipe.testing.Outcome",
 )
+#: What functions return and users read, though no public name is it: function -> its class.
+RESULTS = {
+    "fpipe.Pipeline.plan": "fpipe.engine.plan_report:Plans",
+    "fpipe.Pipeline.explain": "fpipe.products.explanation.page:Explanation",
+    "fpipe.vjp": "fpipe.engine.signatures:Pullback",
+    "fpipe.per_example": "fpipe.passes.derived.per_example:PerExample",
+    "fpipe.Timeline.of_rank": "fpipe.actions.timeline:Span",
+    "fpipe.Timeline.waited_for": "fpipe.actions.timeline:Wait",
+    "fpipe.balance": "fpipe.products.search.balancing:Balance",
+    "fpipe.save": "fpipe.saving.writing:Saving",
+    "fpipe.Loop.run": "fpipe.products.training.loop:Trained",
+    "fpipe.profile": "fpipe.passes.profile.profiling:Profile",
+}
 #: Members without an underscore that other packages of fpipe use, and users do not.
 HIDDEN = {
     "fpipe.Pipeline": "call parts stepper",
@@ -458,6 +474,7 @@ HIDDEN = {
     "fpipe.Placement": "path_index",
     "fpipe.Costs": "spread links of_units",
     "fpipe.devices": "keep_freed",
+    "fpipe.profile.Profile": "priced",
 }
 
 
@@ -527,8 +544,8 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     heading = name.replace("_" * 2, r"\_\_")  # Markdown makes bold of __call__
     lines = [f"{level} {heading} {{#{name.replace('_' * 2, '')}}}", ""]
     if callable(value) and name not in RETURNED:
-        lines += ["```python", *signature(name, value), "```", ""]
-    lines += [text_of(value, name), ""]
+        lines += [linked_signature(name, value), ""]
+    lines += [text_of(value, name), "", *result(name, level)]
     for base in bases(value).values() if inspect.isclass(value) else ():
         lines += [f"It has all members of {_linked(base, f'fpipe.{base}')} too.", ""]
     if name != "fpipe.errors" or not inspect.ismodule(value):
@@ -541,10 +558,142 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     return lines
 
 
+def result(name: str, level: str = "###") -> list[str]:
+    """The entry of what a function returns: a class with its public members."""
+    if name not in RESULTS:
+        return []
+    cls = _result_class(name)
+    lines = [f"{level}# Result: {cls.__name__} {{#{_place_of_result(name)}}}", ""]
+    lines += [markdown(inspect.getdoc(cls) or "", name), ""]
+    for member, inner in members(_place_of_result(name), cls):
+        last = member.rpartition(".")[2]
+        doc = sections(inspect.getdoc(inner) or "")
+        if not "".join(doc[""]):
+            raise ValueError(f"{cls.__name__}.{last}, the result of {name}, has no docstring")
+        said = [" ".join(filter(None, _without_tail(doc)))]
+        for item in doc.get("Raises:", ()):
+            error, _, why = item.partition(": ")
+            said.append(f"Raises ``{error}``: {why}")
+        call = ""
+        if callable(inner):
+            call = "".join(line.strip() + " " * line.endswith(",") for line in signature("", inner))
+        code = "result" + f".{last}" * (last != "__call__") + call.replace(", )", ")")
+        lines.append(f"* `{code}`: {markdown(' '.join(said), name)}")
+    return [*lines, ""]
+
+
+def _result_class(name: str) -> Any:
+    module, _, cls = RESULTS[name].partition(":")
+    return getattr(import_module(module), cls)
+
+
+def _place_of_result(name: str) -> str:
+    return f"{name}.{RESULTS[name].rpartition(':')[2]}"
+
+
+def linked_signature(name: str, value: Any) -> str:
+    """A signature as HTML, in which each type of the package links to what it is."""
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    code = "\n".join(signature(name, value))
+    shown = highlight(code, PythonLexer(), HtmlFormatter(nowrap=True)).strip()
+    page = _page_of(name)
+
+    def link(token: re.Match[str]) -> str:
+        one = next(filter(None, (types_of.found(m, token[1]) for m in _modules_of(value))), None)
+        if name in RESULTS and token[1] == _result_class(name).__name__:
+            return f'<a href="#{_place_of_result(name)}">{token[1]}</a>'
+        if one is None:
+            return token[0]
+        title = html.escape(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", _about(one)).replace("`", ""))
+        return f'<a href="{_href(one, page)}" title="{title}">{token[1]}</a>'
+
+    linked = re.sub(r'<span class="n">([A-Z]\w+)</span>', link, shown)
+    return f'<div class="highlight signature"><pre><code>{linked}</code></pre></div>'
+
+
+def _modules_of(value: Any) -> list[str]:
+    """The modules whose names the signature of a value has."""
+    value = inspect.unwrap(getattr(value, "__func__", value))
+    classes = value.__mro__ if inspect.isclass(value) else (value,)
+    return [cls.__module__ for cls in classes if cls.__module__.startswith("fpipe")]
+
+
+def _page_of(name: str) -> str:
+    top = name.split(".")[1]
+    return next(page for page, names in SECTIONS.values() if top in names.split())
+
+
+@cache
+def _entries() -> dict[int, str]:
+    """The name of each class that has an entry, by its identity."""
+    return {id(value): name for name, value in reversed(list(public())) if inspect.isclass(value)}
+
+
+def _href(one: types_of.Type, page: str) -> str:
+    """Where a type is explained, from a page of the reference: its entry, that of the function
+    which returns it, or the list at the end of the page.
+    """
+    name = _entries().get(id(one.value)) if not one.alias else None
+    place = name
+    for function, cls in RESULTS.items():
+        if cls == f"{one.module}:{one.name}":
+            name, place = function, _place_of_result(function)
+    if name is None or place is None:
+        return f"#{_place_of_type(page, one)}"
+    there = _page_of(name)
+    return f"#{place}" if there == page else f"{there}.html#{place}"
+
+
+#: page of the reference -> the types that its signatures name and that have no entry, by place
+_NAMED: dict[str, dict[str, types_of.Type]] = {}
+
+
+def _place_of_type(page: str, one: types_of.Type) -> str:
+    """Where the list at the end of a page has a type; it has those that it names too."""
+    listed = _NAMED.setdefault(page, {})
+    place = f"type.{one.name}"
+    if listed.get(place, one) != one:  # two modules have the name
+        place = f"type.{one.module.rpartition('.')[2]}.{one.name}"
+    if place not in listed:
+        listed[place] = one
+        for name in one.names:
+            inner = types_of.found(one.module, name)
+            if inner and _href(inner, page).startswith("#type."):
+                _place_of_type(page, inner)
+    return place
+
+
+def _about(one: types_of.Type) -> str:
+    """What a type is, in a line of markdown."""
+    said = markdown(one.about.partition("\n\n")[0].replace("\n", " "))
+    said = said[:1].upper() + said[1:]
+    if said and not said.endswith("."):
+        said += "."
+    return " ".join(filter(None, (one.alias and f"`{one.alias}`.", said)))
+
+
+def _types_of_page(page: str) -> list[str]:
+    """The list of types at the end of a page."""
+    listed = _NAMED.pop(page, {})
+    if not listed:
+        return []
+    lines = ["## Types in signatures", ""]
+    for place, one in sorted(listed.items(), key=lambda item: item[1].name):
+        lines.append(f'* <span id="{place}"></span>`{one.name}`: {_about(one)}')
+    return [*lines, ""]
+
+
 class _Text(str):
     """An annotation that is shown without quotes."""
 
     __repr__ = str.__str__
+
+
+#: How Python shows a default that is a function or another object.
+OBJECT = re.compile(r"<(?:function|class|object|built-in)(?:<\w+>|[^<>])*>")
 
 
 def signature(name: str, value: Any) -> list[str]:
@@ -562,12 +711,12 @@ def signature(name: str, value: Any) -> list[str]:
     ]
     result = sign.empty if inspect.isclass(value) else _annotation(sign.return_annotation)
     sign = sign.replace(parameters=shown, return_annotation=result)
-    text = re.sub(r"<(?:function|class|object)[^>]*>", "...", f"{name}{sign}")
+    if name in RESULTS and result == "Any":
+        sign = sign.replace(return_annotation=_Text(_result_class(name).__name__))
+    text = OBJECT.sub("...", f"{name}{sign}")
     if len(text) <= 96:
         return [text]
-    lines = re.sub(
-        r"<(?:function|class|object)[^>]*>", "...", "\n".join(map(str, shown))
-    ).splitlines()
+    lines = OBJECT.sub("...", "\n".join(map(str, shown))).splitlines()
     kinds = [each.kind for each in shown]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
@@ -590,7 +739,32 @@ def text_of(value: Any, name: str) -> str:
     if not doc:
         raise ValueError(f"{name} is public and has no docstring")
     lines = "".join(f">>> {line}\n" for line in imports(doc, value))
-    return markdown(re.sub(r"^>>> ", lambda first: lines + first[0], doc, count=1, flags=re.M))
+    doc = re.sub(r"^>>> ", lambda first: lines + first[0], doc, count=1, flags=re.M)
+    return markdown(_merged(doc), name)
+
+
+def _merged(doc: str) -> str:
+    """An example with one import of each module.
+
+    >>> _merged(">>> import a\\n>>> from b import c\\n>>> from b import d\\n>>> c(d)")
+    '>>> import a\\n>>> from b import c, d\\n>>> c(d)'
+    """
+    parts: dict[str, list[str]] = {}
+    lines = doc.splitlines()
+    out: list[str] = []
+    for line in lines:
+        one = re.match(r">>> from ([\w.]+) import ([\w, ]+)$", line)
+        if one and one[1] not in parts:
+            out.append(one[1])
+        if one:
+            kept = parts.setdefault(one[1], [])
+            kept += [name for name in one[2].split(", ") if name not in kept]
+        else:
+            out.append(line)
+    whole = {
+        module: f">>> from {module} import {', '.join(names)}" for module, names in parts.items()
+    }
+    return "\n".join(whole.get(line, line) for line in out)
 
 
 def imports(doc: str, value: Any) -> list[str]:
@@ -669,9 +843,10 @@ def sections(doc: str) -> dict[str, list[str]]:
 COMPOUND = re.compile(r"(@|(async|class|def|for|if|try|while|with)\b)")
 
 
-def markdown(doc: str) -> str:
+def markdown(doc: str, name: str = "") -> str:
     """reStructuredText of docstrings as markdown: sections as lists, single backquotes, doctests in
-    fences as code that can be copied, with results as comments.
+    fences as code that can be copied, with results as comments. Names of ``fpipe`` are links, but
+    for ``name`` itself.
 
     >>> print(markdown(">>> 1 + 1\\n2").strip())
     ```py
@@ -710,15 +885,50 @@ def markdown(doc: str) -> str:
                 lambda role: _linked(role[1]),
                 line.replace("``", "`"),
             ).replace("::", ":")
+            line = _links(line, name)
         out.append(line)
     return "\n".join([*out, *(["```"] if fenced else [])])
 
 
 def _linked(name: str, shown: str = "") -> str:
     """A name as code, with a link to its entry if it is one of ``fpipe``."""
-    page = next((page for page, names in SECTIONS.values() if name in names.split()), None)
+    place = f"fpipe.{name.removeprefix('fpipe.')}"
     code = f"`{shown or name}`"
-    return f"[{code}]({page}.md#fpipe.{name})" if page else code
+    return f"[{code}]({_page_of(place)}.md#{_anchor(place)})" if place in _names() else code
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset({name for name, _ in public()} | {f"fpipe.errors.{e}" for e in ERRORS})
+
+
+#: The errors, which have one entry.
+ERRORS = [name for name, value in vars(fpipe.errors).items() if inspect.isclass(value)]
+
+
+def _anchor(name: str) -> str:
+    return "fpipe.errors" if name.startswith("fpipe.errors.") else name.replace("__", "")
+
+
+def _links(line: str, own: str) -> str:
+    """Links in place of code that is a name of ``fpipe`` or a call of one: ``fpipe.name``, or a
+    name that is no plain word. The name ``own`` stays code.
+
+    >>> _links("`fpipe.auto(memory=)` or `scale`", "")
+    '[`fpipe.auto(memory=)`](pipelines.md#fpipe.auto) or `scale`'
+    """
+
+    def link(code: re.Match[str]) -> str:
+        whole, name = code[1], code[2]
+        if name in ERRORS and f"fpipe.{name}" not in _names():
+            return _linked(f"errors.{name}", whole)
+        plain = name.removeprefix("fpipe.")
+        word = plain == name and not re.search("[A-Z_]", name)
+        if word or f"fpipe.{plain}" == own:
+            return code[0]
+        return _linked(plain, whole)
+
+    return re.sub(r"(?<![\[`])`((fpipe\.[\w.]+|\w+(?:\.\w+)*)(?:\([^`]*)?)`(?![\]`])", link, line)
 
 
 def _example(found: dict[str, list[str]]) -> int:
@@ -831,10 +1041,26 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     )
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Any) -> None:
-    """Shorten names in the contents of a page of the reference: a method stands below its class."""
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Shorten names in the contents of a page of the reference: a method stands below its class.
+    Let output that has an error wrap.
+    """
     if page.file.src_uri.startswith("reference/"):
         shorten(page.toc)
+    return wrapped(html)
+
+
+def wrapped(html: str) -> str:
+    """Mark outputs that have the message of an error; lines of drawings and code never wrap.
+
+    >>> wrapped('<div class="highlight"><pre><span></span><code>StageError: no.</code></pre></div>')
+    '<div class="highlight prose"><pre><span></span><code>StageError: no.</code></pre></div>'
+    """
+    return re.sub(
+        r'<div class="highlight">(?=<pre><span></span><code>(?:[^<]*\n)?\w+Error: [^<]*</code>)',
+        '<div class="highlight prose">',
+        html,
+    )
 
 
 def shorten(items: Any, owner: str = "fpipe") -> None:

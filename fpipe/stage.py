@@ -17,6 +17,7 @@ import torch
 from .errors import StageError, checked
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: Programs that were traced, or autograd.
 Engine: TypeAlias = Literal["trace", "eager"]
 #: The axes of inputs that may have any size; see ``dynamic`` of :class:`Stage`.
 Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import optree
 import torch
 
+#: A pytree: a tensor, or a list, tuple, dictionary or registered class of pytrees.
 Tree: TypeAlias = Any
 Structure: TypeAlias = optree.PyTreeSpec
 

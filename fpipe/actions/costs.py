@@ -18,6 +18,7 @@ from ..errors import ScheduleError, checked
 from .action import AnyAction
 from .action_kinds import KINDS
 
+#: One number for all stages, or one for each.
 PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
 #: whose costs a number is
 Per: TypeAlias = Literal["stage", "rank"]

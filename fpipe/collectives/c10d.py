@@ -57,7 +57,8 @@ _UNBOUNDED = timedelta(days=365)
 
 
 class C10dGroup(Group):
-    """See the module. Created by ``fpipe.init``, or from an existing process group by ``adopt``.
+    """Ranks that are processes of torch.distributed. Created by ``fpipe.init``, or from an existing
+    process group by ``adopt``.
 
     ``can`` are the capabilities of the backend on this rank's device, by default those of the
     table; ``cpu`` those for CPU tensors, where the device is another one.

@@ -103,7 +103,9 @@ class _Next(NamedTuple):
 
 
 class LocalGroup(Group):
-    """See :func:`local`. ``pg``, the process group for ``fpipe.ops``, is None in one process."""
+    """Ranks in this process; see :func:`local`. ``pg``, the process group for ``fpipe.ops``, is
+    None in one process.
+    """
 
     pg = None
 

@@ -31,7 +31,9 @@ from .copies import Copies
 from .microbatches import Reduction
 from .options import Option, Overlap
 
+#: What ranks without the last stage return where there is no loss.
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
+#: A function of the output of the last stage and of targets, or a stage of one.
 Loss: TypeAlias = Callable[..., Any] | Stage
 
 

@@ -121,6 +121,7 @@ class Weighted:
         return "fpipe.weighted(...)"
 
 
+#: How the losses of microbatches become one.
 Reduction: TypeAlias = Literal["mean", "sum"] | Weighted
 
 

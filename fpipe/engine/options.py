@@ -18,6 +18,7 @@ from .copies import Copies
 from .microbatches import Reduction
 from .request import Request
 
+#: How fused actions run.
 Overlap: TypeAlias = Literal["weave", "sequential"]
 Order: TypeAlias = Literal["row", "ready"] | tuple[Literal["ready"], int]
 

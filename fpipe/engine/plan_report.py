@@ -19,6 +19,8 @@ class Plans:
     """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in
     bytes.
 
+    ``plans[rank]`` is the plan of one rank, and ``print`` shows the instructions of all.
+
     Where steps are captured, ``graph`` are the bytes that the graph of a step keeps allocated at
     most: those of the ranks, copies of the arguments, and the results.
     """

@@ -44,6 +44,8 @@ Name: TypeAlias = Literal[
     "SeqZBH1",
     "auto",
 ]
+#: A schedule, a name, the path of a CSV file, or a function from ranks and microbatches to a
+#: schedule.
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 

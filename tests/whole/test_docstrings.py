@@ -116,8 +116,9 @@ def test_sections(name: str):
 
 
 def test_hidden_and_returned_names_exist():
+    results = {hooks._place_of_result(name): hooks._result_class(name) for name in hooks.RESULTS}
     for name, members in hooks.HIDDEN.items():
-        value = getattr(fpipe, name.removeprefix("fpipe."))
+        value = (PUBLIC | results)[name]
         assert [member for member in members.split() if not hasattr(value, member)] == []
     assert set(hooks.RETURNED) <= PUBLIC.keys()
 
@@ -196,3 +197,59 @@ def test_examples_of_the_reference_import_what_they_use():
         missing = sorted(read - bound - vars(builtins).keys())
         assert not missing, f"the example of {name} uses {missing}"
     assert "\nfrom fpipe.interop import bind\n" in page and ">>>" not in page
+
+
+def test_names_in_texts_of_the_reference_are_links():
+    page = hooks.reference()["reference/pipelines.md"]
+    text = page[page.index("{#fpipe.pipeline}") : page.index("{#fpipe.Pipeline}")]
+    for link in (
+        "[`fpipe.Stage`](stages.md#fpipe.Stage)",
+        "[`fpipe.weighted(fn)`](pipelines.md#fpipe.weighted)",
+        "[`Stage(engine=)`](stages.md#fpipe.Stage)",
+        "* [`StageError`](runs.md#fpipe.errors): ",
+    ):
+        assert link in text
+    assert "`compile`: " in text and "[`compile`]" not in text, "an argument is no link"
+    assert text.count("from fpipe import") == 1
+
+
+def test_signatures_link_to_their_types_and_show_no_addresses():
+    pages = hooks.reference()
+    page = pages["reference/pipelines.md"]
+    source = re.search(r'<a href="#(type.Source)" title="([^"]*)">Source</a>', page)
+    assert source and "Callable[[int, int], Schedule]" in source[2]
+    assert f'* <span id="{source[1]}"></span>`Source`: `Name | str |' in page
+    assert '<a href="stages.html#fpipe.Stage"' in page
+    for text in pages.values():
+        assert not re.search(r" at 0x[0-9a-f]+", text)
+        for place in re.findall(r'<a href="#(type[^"]+)"', text):
+            assert f'<span id="{place}">' in text
+    assert '</span> <span class="o">...</span>' in pages["reference/stages.md"], "of a lambda"
+
+
+def test_what_functions_return_has_an_entry():
+    """A class with public members, that a public function returns, is explained on its page."""
+    text = "\n".join(hooks.reference().values())
+    for name in hooks.RESULTS:
+        assert f" {{#{name}.{hooks.RESULTS[name].partition(':')[2]}}}\n" in text
+    for member in ("costs", "simulated", "draw(width", "plot(ax", "save(path"):
+        assert f"* `result.{member}" in text
+    assert "`result.priced" not in text
+    assert '<a href="#fpipe.Pipeline.explain.Explanation">Explanation</a>' in text
+    without = {
+        one.name
+        for value in PUBLIC.values()
+        if callable(value) and not inspect.isclass(value)
+        for name in re.findall(r"[A-Z]\w+", str(inspect.signature(value).return_annotation))
+        for module in hooks._modules_of(value)
+        if (one := hooks.types_of.found(module, name)) and not one.alias
+        if hooks._href(one, "").startswith("#type")
+    }
+    assert without == OPAQUE
+
+
+#: what users pass on and do not read, and groups, which ``fpipe.init`` and ``fpipe.local`` explain
+OPAQUE = {"Absent", "Automatic", "C10dGroup", "Copies", "Elastic", "LocalGroup", "MeshGroup"} | {
+    "Unpad",
+    "Weighted",
+}

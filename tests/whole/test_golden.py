@@ -6,6 +6,7 @@ A change of output is then visible in the commit that causes it. Data published 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,9 +51,25 @@ def test_front_page(golden: Golden, tmp_path: Path, name: str, width: int):
     golden(ROOT / "docs" / "pictures" / f"{name}.svg", made.read_text(encoding="utf-8"))
 
 
-def test_picture_of_a_notebook(golden: Golden):
-    """What docs/howto/notebooks.md shows of a cell."""
-    shown = fpipe.make_schedule("ZBV", 4, 8)._repr_html_()
+@pytest.mark.parametrize("name", ["timeline", "difference"])
+@pytest.mark.parametrize(("end", "width"), [("", 800), ("-phone", 390)])
+def test_pictures_of_timelines(golden: Golden, tmp_path: Path, name: str, end: str, width: int):
+    """The pictures of docs/howto/timeline.md, by the commands above them."""
+    page = (ROOT / "docs" / "howto" / "timeline.md").read_text(encoding="utf-8")
+    (words,) = re.findall(rf"^fpipe (draw .*) --out {name}\.svg$", page, re.M)
+    made = tmp_path / "picture.svg"
+    assert main([*words.split(), "--width", str(width), "--out", str(made)]) == 0
+    shown = made.read_text(encoding="utf-8")
+    golden(ROOT / "docs" / "pictures" / f"{name}{end}.svg", shown)
+
+
+def test_picture_of_a_notebook(golden: Golden, tmp_path: Path):
+    """What docs/howto/notebooks.md shows of a cell, and the same for a phone."""
+    schedule = fpipe.make_schedule("ZBV", 4, 8)
+    schedule.simulate(per="rank").save(tmp_path / "phone.svg", width=390)
+    phone = (tmp_path / "phone.svg").read_text(encoding="utf-8")
+    golden(ROOT / "docs" / "pictures" / "notebook-phone.svg", phone)
+    shown = schedule._repr_html_()
     drawn = shown[shown.index("<svg") : shown.index("</svg>") + 6]
     golden(ROOT / "docs" / "pictures" / "notebook.svg", f"{drawn}\n")
 

@@ -118,9 +118,9 @@ class Links(HTMLParser):
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect ``href``, ``src`` and ``id``."""
+        """Collect ``href``, ``src``, ``srcset`` and ``id``."""
         for name, value in attrs:
-            if name in ("href", "src") and value:
+            if name in ("href", "src", "srcset") and value:
                 self.targets.append(value)
             elif name == "id" and value:
                 self.ids.add(value)
@@ -177,6 +177,16 @@ def test_front_page_fits_a_phone(site: Path, browser: Any):
     assert page.evaluate(left) >= 0, "the first column stays"
     page.close()
     assert hints and all("Scroll the table sideways" in hint for hint in hints)
+
+
+def test_errors_that_a_page_shows_fit_a_phone(site: Path, browser: Any):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site / "sharp.html").as_uri())
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.prose code')].map(e => [e.scrollWidth, e.clientWidth])"
+    )
+    page.close()
+    assert len(widths) >= 5 and all(needed <= there for needed, there in widths)
 
 
 def test_front_page_links_to_examples_and_contributing(site: Path):

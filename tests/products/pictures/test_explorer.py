@@ -31,9 +31,9 @@ COSTS = (Costs(), Costs(F=1.3, I=0.7, W=0.2, comm=0.15))
 
 @pytest.fixture(scope="module", autouse=True)
 def _counts(long: bool) -> Iterator[None]:
-    """A page with fewer counts: the whole one takes five seconds."""
+    """A page with fewer counts: the whole one takes five seconds, if no test has built it yet."""
     with pytest.MonkeyPatch.context() as patch:
-        if not long:
+        if not long and not explorer.page.cache_info().currsize:
             patch.setattr(explorer, "MICROBATCHES", (1, 2, 3, 5, 8, 12))
             patch.setattr(explorer, "PER_RANK", (1, 2))
         yield
@@ -167,3 +167,21 @@ def test_sliders_redraw_and_say_why_there_is_no_schedule(page: Any):
     set_slider(page, "microbatches", explorer.MICROBATCHES.index(12))
     assert page.inner_text("#refused") == ""
     assert "DualPipe: 6 ranks, 12 microbatches" in page.inner_text("#figures")
+
+
+def test_a_phone_shows_the_lanes_below_the_sliders(browser: Any, file: Path):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(file.as_uri())
+    page.wait_for_function("!!(window.fpipe && window.fpipe.scene)")
+    assert page.evaluate("fpipe.where(fpipe.find('0F0')[0]).y") < 844 / 2
+    shown = "[...document.querySelectorAll('#controls input')].filter(e => e.checkVisibility())"
+    widths = f"{shown}.map(e => e.offsetWidth)"
+    assert len(page.evaluate(widths)) == 3, "costs are folded"
+    page.click("#costs summary")
+    found = page.evaluate(widths)
+    assert len(found) == 7 and set(found) == {found[0]} and found[0] > 150
+    page.set_viewport_size({"width": 1200, "height": 700})
+    page.wait_for_function("!document.querySelector('#costs summary').offsetWidth")
+    rows = "new Set([...document.querySelectorAll('#controls input')].map(e => e.offsetTop)).size"
+    assert page.evaluate(rows) == 2
+    page.close()
