@@ -186,7 +186,7 @@ function formOf(pen, state, view, bar) {
   const size = (...cuts) => Math.min(...state.scenes.map((scene) => (scene.cell * view.scale - 2) / Math.max(...cuts.map((cut) => scene.widths[cut]))));
   if (size(0) >= 9) return [0, Math.min(size(0), 11.5, bar - 3)];
   if (size(1, 2) >= 9 && bar >= 28) return [1, 9];
-  return [size(2) >= 7.5 ? 2 : 3, Math.min(Math.max(size(2), 7.5), 11.5, bar - 3)];
+  return [size(2) >= 7 ? 2 : 3, Math.min(Math.max(size(2), 7), 11.5, bar - 3)];
 }
 
 function paintBars(pen, lane, scene, first, last, y, row, view, state) {
@@ -222,7 +222,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
         write(part.name, letters, middle, half + 0.5);
       } else {  // a shorter bar than others
         const number = form === 2 ? letters : Math.min(11.5, high, (wide - 1) / scene.widths[2]);
-        if (number >= 7.5 && fits(part.microbatch) && (form < 3 || state.scenes.length === 1)) write(part.microbatch, number, middle, half + 0.5);
+        if (number >= 7 && fits(part.microbatch) && (form < 3 || state.scenes.length === 1)) write(part.microbatch, number, middle, half + 0.5);
       }
     }
   }
