@@ -135,7 +135,6 @@ function sceneOf(name, microbatches, order, costs) {
     });
   });
   const lengths = lanes.flatMap((lane) => lane.end.map((end, k) => end - lane.start[k])).filter((one) => one > 0).sort((a, b) => a - b);
-  const widest = Math.max(...lanes.flatMap((lane) => lane.names.map((one) => Math.max(...one.split(";").map((text) => text.length)))));
   const peak = Math.max(...lanes.map((lane) => lane.peak)), each = paths[0].length / lanes.length;
   const used = palette.filter((entry) => rows.some((row) => row.some((action) => action.some(({op}) => op === entry.key[0]))));
   const takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
@@ -143,7 +142,7 @@ function sceneOf(name, microbatches, order, costs) {
     label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "microbatches",
     figures: [["total", number(total)], ["bubble", percent(Math.max(bubble, 0))], ["peak", held(peak, {memoryUnit: "microbatches"})]],
     notes: ["", `${each === 1 ? "The stage" : `Each of the ${number(each)} stages`} of a rank takes ${takes}.`],
-    microbatches, cell: lengths[Math.floor(lengths.length / 20)] || 1, mean: lengths.reduce((a, b) => a + b, 0) / lengths.length || 1, longest: [0.68 * widest, 0.68 * (widest - 1)], palette,
+    microbatches, cell: lengths[Math.floor(lengths.length / 20)] || 1, mean: lengths.reduce((a, b) => a + b, 0) / lengths.length || 1, palette,
   });
 }
 

@@ -25,7 +25,7 @@ def shortened(scenes: Scenes, look: Look) -> Scenes:
     scene = scenes[0]
     if look.full or len(scenes) > 1 or scene.total <= MOST_CELLS * scene.cell:
         return scenes
-    starts = {key: bar.start for bar in scene.bars for key in [_key(bar, 0)]}
+    starts = {_key(bar, 0): bar.start for bar in scene.bars}
     for later in range(1, min(2 * len(scene.lanes), scene.microbatches // 4) + 1):
         shifts = [
             (bar.start, starts.get(_key(bar, later)), starts.get(_key(bar, -later)))

@@ -109,9 +109,6 @@ def _theme(dark: bool | None) -> str:
 
 # ---- data ----
 def _scene(scene: Scene, label: str) -> Json:
-    keys = [f"{op}{shade}" for op in scene.ops for shade in range(scene.shades)]
-    if scene.against:
-        keys = [f"t{tint}" for tint in range(10)]
     digits = floor(log10(scene.total)) if scene.total > 0 else 0
     scale = 10.0 ** (8 - digits)
     pairs = dict.fromkeys(pair for lane in scene.lanes for pair in _pairs(lane))
@@ -128,9 +125,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "slices": scene.timeline.slices,
         "cell": scene.cell,
         "mean": scene.mean,
-        # in units of the size of letters, about as in the typeface of a browser
-        "longest": [1.1 * labels.widest_name(scene, detail) for detail in (3, 2)],
-        "palette": colour_table(keys, scene.shades),
+        "palette": colour_table(sorted(scene.colours), scene.shades),
         "tints": list(labels.tints(scene)),
         "scale": scale,
         "codes": list(codes),

@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from itertools import compress
 from math import floor, log10
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .scene import ABSENT, CAUSES, SAME, Bar, Lane, Look, Scene, Scenes, has_curves
+from .scene import CAUSES, Bar, Look, Scene, Scenes, has_curves
 
 
 def percent(share: float) -> str:
@@ -101,18 +102,22 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     return list(texts.items())
 
 
-def figures_of(lane: Lane, scene: Scene) -> str:
-    """``bubble 12.5%, peak 4`` for one rank."""
-    return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene)}"
+def figures_of(scene: Scene) -> list[str]:
+    """``bubble 12.5%, peak 4`` by rank, without what is the same for all, which the header has."""
+    rows = [
+        (f"bubble {percent(lane.bubble)}", f"peak {held(lane.peak, scene)}") for lane in scene.lanes
+    ]
+    differ = [len({*column}) > 1 for column in zip(*rows, strict=True)]
+    return [", ".join(compress(row, differ)) for row in rows]
 
 
 def notes(scene: Scene) -> list[str]:
-    """The lines about a scene: the bubble by cause, and what the units are."""
+    """The lines about a scene: what the bubble is, by cause, and what the units are."""
     t = scene.timeline
     shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
-    shares["shorter spans of other ranks"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
+    shares["spans shorter than the longest"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
-    lines = [f"Bubble by cause: {', '.join(parts)}."] * bool(parts) + [units(scene)]
+    lines = [f"{BUBBLE}{': ' * bool(parts)}{', '.join(parts)}.", units(scene)]
     if scene.against:
         lines.insert(0, f"In brackets: the change from {scene.against.name}.")
         if scene.against.timeline.placement.stages != t.placement.stages:
@@ -132,8 +137,7 @@ def summary(scene: Scene, mark: str = "\u22ef") -> Iterator[str]:
     if fold := scene.fold:
         yield (
             f"Not drawn ({mark}): {counted(fold.microbatches, 'microbatch')} of the steady state, "
-            f"from {number(fold.start)} to {time(fold.end, scene)}; --full, or save(full=True), "
-            "draws all."
+            f"from {number(fold.start)} to {time(fold.end, scene)}; the option full draws all."
         )
 
 
@@ -156,7 +160,7 @@ def _range(values: Collection[float]) -> str:
     most = number(max(values))
     if least == most:
         return least
-    return f"{least} to {most}"
+    return f"up to {most}" if least == "0" else f"{least} to {most}"
 
 
 def hint(bar: Bar, scene: Scene) -> str:
@@ -191,50 +195,52 @@ def step_of(least: float) -> float:
 
 
 # ---- legends ----
+BUBBLE = "Bubble: idle between a rank's first and last action"
+PALER = "paler: other stages"
 SMALL = "small letters: a rank's other stage"
 Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and their meaning
 
 
-def kinds(scenes: Scenes, shades: int) -> Iterator[Entry]:
-    """The kinds of work that occur, with all their shades."""
+def kinds(scenes: Scenes, merged: Iterable[bool]) -> Iterator[Entry]:
+    """The kinds of work that occur, and the paler shades of one; ``merged`` says of each scene
+    whether its shades are not told apart.
+    """
+    drawn = zip(scenes, merged, strict=True)
+    used = {key[0] + "0" if one else key for scene, one in drawn for key in scene.colours}
+    paler: tuple[str, ...] = ()
     for op, kind in KINDS.items():
-        if any(op in scene.ops for scene in scenes):
-            yield tuple(f"{op}{shade}" for shade in range(shades)), kind.name
+        first, *others = sorted(key for key in used if key[0] == op) or [""]
+        if first:
+            yield (first,), kind.name
+        elif any(op in scene.ops for scene in scenes):
+            yield (), f"{op}: {kind.name}"
+        paler = paler or tuple(others)
+    if paler:
+        yield paler, PALER
 
 
 def tints(scene: Scene) -> Iterator[Entry]:
     """The colours of a scene that is compared with another one."""
     if not scene.against:
         return
-    used = {colour for bar in scene.bars for colour in bar.colours}
     shifts = [0.0, *(bar.shift or 0.0 for bar in scene.bars)]
     other = scene.against.name
     meanings = {
-        f"ends earlier than in {other}, by {time(-min(shifts), scene)} at most": range(SAME),
-        f"ends as in {other}": [SAME],
-        f"ends later than in {other}, by {time(max(shifts), scene)} at most": range(
-            SAME + 1, ABSENT
-        ),
-        f"not in {other}": [ABSENT],
+        "t0 t1 t2 t3": f"ends earlier than in {other}, by {time(-min(shifts), scene)} at most",
+        "t4": f"ends as in {other}",
+        "t5 t6 t7 t8": f"ends later than in {other}, by {time(max(shifts), scene)} at most",
+        "t9": f"not in {other}",
     }
-    for meaning, steps in meanings.items():
-        colours = tuple(f"t{step}" for step in steps)
-        if not used.isdisjoint(colours):
-            yield colours, meaning
+    for keys, meaning in meanings.items():
+        if used := scene.colours.intersection(keys.split()):
+            yield tuple(sorted(used)), meaning
 
 
 def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entry]:
     """The legend of a picture; ``dense`` are scenes whose shares of time are drawn instead of
     actions.
     """
-    plain = [scene for scene in scenes if not scene.against]
-    shades = 1 if all(dense) else max(scene.shades for scene in plain)
-    coloured = {op for scene in plain for op in scene.ops}
-    for keys, text in kinds(scenes, shades):
-        op = keys[0][0]
-        yield (keys, text) if op in coloured else ((), f"{op}: {text}")
-    if shades > 1:
-        yield (), "paler: other stages"
+    yield from kinds(scenes, dense)
     if any(scene.against and scene.shades == 2 for scene in scenes):
         yield (), SMALL
     if any(dense):
@@ -263,18 +269,26 @@ def name(part: Action, detail: int) -> str:
     return (text, short, short[1:], "")[3 - detail]
 
 
-def short_names(scene: Scene, detail: int) -> set[str]:
-    """The names of the bars that are about as short as ``cell``; at least one."""
-    short = (bar for bar in scene.bars if bar.end - bar.start < 1.5 * scene.cell)
-    return {name(part, detail) for bar in short for part in bar.action.parts} or {""}
+def short_names(scenes: Scenes, detail: int) -> set[str]:
+    """The names of the bars that are about as short as the ``cell`` of a scene; at least one."""
+    return {
+        name(part, detail)
+        for scene in scenes
+        for bar in scene.bars
+        if bar.end - bar.start < 1.5 * scene.cell
+        for part in bar.action.parts
+    } or {""}
 
 
-def widest_name(scene: Scene, detail: int) -> float:
-    """The width of the widest of :func:`short_names`, in units of the size of its letters."""
-    return max(text_width(text, 1.0) for text in short_names(scene, detail))
+def widest_name(scenes: Scenes, detail: int) -> float:
+    """The width of the widest of :func:`short_names` and of the space beside it, in units of the
+    size of its letters.
+    """
+    return MARGIN + max(text_width(text, 1.0) for text in short_names(scenes, detail))
 
 
 # ---- letters ----
+MARGIN = 0.3  #: beside a name, in units of the size of its letters
 _CAPITAL = 7.0  #: height of capitals
 _SPACING = 1.5  #: between letters
 _OTHER = 3.6  #: width of a character that is not listed

@@ -54,15 +54,15 @@ def draw(
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
     total 9, bubble 33.3%, peak 2 microbatches, by rank: 2, 1
-    Bubble by cause: warm-up 11.1%, tail 5.6%, shorter spans of
-      other ranks 16.7%.
+    Bubble: idle between a rank's first and last action: warm-up
+      11.1%, tail 5.6%, spans shorter than the longest 16.7%.
     Times in units of the costs: the stage of a rank takes F 1,
       B 2.
            0         2         4         6         8
     rank 0 0F0- 0F1- ..........0B0------ .....0B1------
     rank 1 .....1F0- 1B0------ 1F1- 1B1------ ..........
     <BLANKLINE>
-    F forward  B backward  - goes on  & fused  . idle
+    F forward  B backward  - goes on  . idle
     1F0: F of microbatch 0 on stage 1
     <BLANKLINE>
     """

@@ -29,10 +29,9 @@ from . import labels
 from .colours import ink, palette
 from .labels import wrapped
 from .scene import Look, Points, Scene, Scenes, has_curves
-from .shapes import CURVE, GAP, Frame, Label, Rect, frame, natural_size, shapes
+from .shapes import CURVE, GAP, PALE, Frame, Label, Rect, frame, natural_size, shapes
 
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
-PAPER_LETTERS = 7 * 96 / 72  #: in pixels, the smallest that conferences accept
 FOOT = 70.0  #: pixels below the last scene
 PAPER_HEADING = 26.0  #: above each, in the style "paper"
 LINE = 13.0  #: of the text above a scene
@@ -112,8 +111,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     above = _above(scenes, look, width)
     pitch = (height - (len(scenes) - 1) * above) / sum(len(scene.lanes) for scene in scenes)
     curve = CURVE if has_curves(scenes, look) else 0.0
-    least = PAPER_LETTERS if look.paper else 6.5
-    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS, least)
+    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS)
     font = 7 if look.paper else 8
     colours = palette(max(scene.shades for scene in scenes), bool(look.dark))
     ticks: dict[float, str] = {}
@@ -125,12 +123,11 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
         write(axes, notes, y, 0, color=colours["ink"], fontsize=font)
         if len(scenes) > 1 or not look.paper:
             size = font if look.paper else 10
-            style = {"color": colours["ink"], "fontsize": size, "weight": "bold"}
-            write(axes, [title], y, len(notes), **style)
-        for rank, lane in enumerate(scene.lanes):
+            write(axes, [title], y, len(notes), color=colours["ink"], fontsize=size, weight="bold")
+        for rank, figures in enumerate(labels.figures_of(scene)):
             place = y + rank + 0.5 * f.lane / f.pitch
             ticks[place] = f"rank {rank}"
-            beside[place] = labels.figures_of(lane, scene)
+            beside[place] = figures
         _draw(axes, scene, y, f, colours)
         y += len(scene.lanes) + above / f.pitch
     unit = scenes[0].timeline.unit
@@ -162,7 +159,7 @@ def _label(axes: Any, ticks: Mapping[float, str], colour: str, font: float) -> N
 
 def write(axes: Axes, lines: Sequence[str], y: float, above: int, **style: Any) -> None:
     """Write lines over the lanes at ``y``, with so many lines below them."""
-    foot = 5 + above * 0.75 * LINE
+    foot = 8 + above * 0.75 * LINE
     axes.annotate("\n".join(lines), (0, y), (0, foot), textcoords="offset points", **style)
 
 
@@ -200,7 +197,7 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
                 step="post",
                 linewidth=0,
                 facecolor=colour,
-                alpha=0.3 if is_curve else 1.0,
+                alpha=PALE.get(shape.colour),
             )
             if is_curve:
                 axes.step(times, heights, where="post", color=colour, linewidth=0.6)
@@ -249,21 +246,21 @@ def _legend(
     handles: list[tuple[Patch, ...]] = []
     texts: list[str] = []
     for keys, text in entries:
-        handles.append(tuple(Patch(color=colours[key]) for key in keys) or (Patch(alpha=0),))
+        swatches = [Patch(color=colours[key], alpha=PALE.get(key)) for key in keys]
+        handles.append(tuple(swatches) or (Patch(alpha=0),))
         letters = "+".join(dict.fromkeys(key[0] for key in keys if key[0] in OPS))
-        texts.append(f"{letters}: {text}" if letters else text)
+        texts.append(f"{letters}: {text}" if letters and text != labels.PALER else text)
     for columns in range(len(texts), 0, -1):  # as many as fit
-        rows_first = [k for c in range(columns) for k in range(c, len(texts), columns)]
         legend = axes.legend(
-            [handles[k] for k in rows_first],
-            [texts[k] for k in rows_first],
+            handles,
+            texts,
             loc="upper left",
             bbox_to_anchor=(0, -42 / height),
             borderaxespad=0,
             borderpad=0,
             ncols=columns,
             columnspacing=0.9,
-            handlelength=1.5,
+            handlelength=1.2,
             frameon=False,
             fontsize=font,
             labelcolor=colours["ink"],

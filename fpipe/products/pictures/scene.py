@@ -149,6 +149,11 @@ class Scene:
         return tuple(bar for lane in self.lanes for bar in lane.bars)
 
     @cached_property
+    def colours(self) -> set[str]:
+        """The colours of the bars."""
+        return {colour for bar in self.bars for colour in bar.colours}
+
+    @cached_property
     def ops(self) -> tuple[str, ...]:
         """The ops that occur, in the order of the legend."""
         seen = {part.op for bar in self.bars for part in bar.action.parts}

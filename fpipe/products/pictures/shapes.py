@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple, TypeAlias
 
 from ...actions import OPS
@@ -27,7 +27,10 @@ CURVE = 0.45  # the height of a memory curve, in lanes
 CELL = 26  # with whole names
 COLUMN = 640  # a page has a column of about 700
 TIGHT = 15  # with short names
-WIDER = 800
+WIDER = 1062  # a page of 1150
+SMALLEST = 7.0  # letters
+PAPER_LETTERS = 7 * 96 / 72  # the smallest that conferences accept
+PALE = {"curve": 0.45}  # what is not opaque
 FINE = 4  # a stripe
 WIDEST = 2200
 UNEVEN = 1100  # where bars differ much, as in a measured step
@@ -110,26 +113,24 @@ def frame(
     width: float,
     lane: float,
     letters: float = 1.0,
-    least: float = 6.5,
 ) -> Frame:
     """The measures for lanes of so many pixels."""
     scale = width / (max(scene.length for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
-    space = min(scene.cell for scene in scenes) * scale - 3
+    space = min(scene.cell for scene in scenes) * scale
     named = 0.0
-    compared = scenes[-1].against  # names have letters then, as colours are shifts
-    details = (3, 2) if compared else (3, 2, 1)
-    for detail in details:  # the fullest names that fit into a short bar
-        longest = max(0.5, *(widest_name(scene, detail) for scene in scenes))
-        size = min(space / longest / letters, 12.0)
-        if size >= (9.5 if detail > 1 and not compared else max(least, 7.5)):
+    least = PAPER_LETTERS * letters if look.paper else SMALLEST
+    short = 1 + bool(scenes[-1].against)  # numbers; and letters, where colours are shifts
+    for detail in (3, short):  # the fullest names that fit into a short bar
+        longest = widest_name(scenes, detail)
+        size = min(space / longest, 12.0)
+        if size >= (max(least, 9.5) if detail == 3 else least):
             break
-    else:
-        detail = details[-1]
-        size = max(least, 7.5)
-        named = 1.5 * scale * min(scene.cell for scene in scenes)
+    else:  # of several scenes none has names then, of one the kinds with long bars
+        size = least
+        named = inf if scenes[1:] else size * longest
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
-    return Frame(scale, lane, curve, detail, size, letters, hints, least, named)
+    return Frame(scale, lane, curve, detail, size / letters, letters, hints, least / letters, named)
 
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
@@ -138,8 +139,10 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
     cells = max(scene.length for scene in scenes) / cell
     widest = UNEVEN if any(scene.cell < 0.6 * scene.mean for scene in scenes) else WIDEST
     wide = max(min(cells * CELL, COLUMN), min(cells * FINE, widest), NARROWEST)
-    if cells * TIGHT <= (WIDEST if scenes[-1].against else WIDER):
-        wide = max(wide, cells * TIGHT)
+    short, limit = (2, WIDEST) if scenes[-1].against else (1, WIDER)
+    need = cells * SMALLEST * widest_name(scenes, short)
+    if need <= limit:
+        wide = max(wide, need, min(cells * TIGHT, limit))
     ranks = max(len(scene.lanes) for scene in scenes)
     return wide, 26 if ranks <= 8 else 20 if ranks <= 32 else 14
 
@@ -198,8 +201,8 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
             label = name(part, f.detail)
             if scene.against and scene.shades == 2 and kind.endswith("1"):
                 label = label.lower()  # its colour does not tell the stage
-            room = f.letters * text_width(label, size) <= wide - 2
-            if size >= f.least and room and wide >= f.named:
+            need = max(f.letters * text_width(label, size) + 2, f.named)
+            if size >= f.least and wide >= need:
                 middle = (bar.start + bar.end) / 2
                 yield Label(middle, top + height / 2, label, size, colour, wide - 2)
             top += height

@@ -21,7 +21,7 @@ from . import labels
 from .colours import ink, palette
 from .labels import text_width, wrapped
 from .scene import Look, Scene, Scenes
-from .shapes import GAP, Frame, Label, Rect, Shape, frame, natural_size, shapes
+from .shapes import GAP, PALE, Frame, Label, Rect, Shape, frame, natural_size, shapes
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 EDGE = 24  # around the page
@@ -79,7 +79,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     y: float = EDGE
     for scene in scenes:
         lines = [(labels.title(scene), 15 if sheet.short else 17, 20, "ink b")]
-        notes = [*labels.summary(scene), *labels.notes(scene)]
+        notes = (*labels.summary(scene), *labels.notes(scene))
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
             wide = BOLD * size if kind == "ink b" else size
@@ -101,7 +101,7 @@ def _sheet(scenes: Scenes, look: Look) -> _Sheet:
     left = margin + 10 + 7 * len(str(last) if short else f"rank {last}")
     beside = 12.0
     if not short:
-        figures = [labels.figures_of(lane, scene) for scene in scenes for lane in scene.lanes]
+        figures = [figure for scene in scenes for figure in labels.figures_of(scene)]
         beside = 24 + WIDER * max(text_width(figure, 11) for figure in figures)
     width, lane = natural_size(scenes)
     if look.width is not None:
@@ -122,12 +122,11 @@ def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
         label = labels.number(tick * step) if tick else labels.time(0, scene)
         yield rect(x - 0.5, y - 5, 1, height, "line")
         yield text(x, y - 9, label, 10.5, "faint m")
-    for rank, lane in enumerate(scene.lanes):
+    for rank, figures in enumerate(labels.figures_of(scene)):
         foot = y + rank * f.pitch + f.lane / 2 + 4
         label = str(rank) if sheet.short else f"rank {rank}"
         yield text(sheet.left - 8, foot, label, 12, "ink e")
         if not sheet.short:
-            figures = labels.figures_of(lane, scene)
             yield text(sheet.left + sheet.width + 10, foot, figures, 11, "faint")
 
 
@@ -159,7 +158,7 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     for colours, content in labels.legend(scenes, look, dense):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
-        if x > first and x + wide > sheet.right - 5:
+        if x > first and (x + wide > sheet.right - 5 or colours == ("warmup",)):
             x = first
             y = y + 22
         for k, colour in enumerate(colours):
@@ -216,8 +215,8 @@ def _style(body: str, shades: int, dark: bool | None, scope: str) -> Iterator[st
         for kind in used:
             fill = colours[kind] if kind in colours else ink(colours[kind[:-1]])
             yield f"{scope}.{kind}{{fill:{fill}}}"
-        line = f"fill-opacity:.3;stroke:{colours['curve']};stroke-width:.8"
-        yield f"{scope}path.curve{{{line}}}"
+        line = f"fill-opacity:{PALE['curve']};stroke:{colours['curve']}"
+        yield f"{scope}.curve{{{line};stroke-width:.8}}"
 
     yield f"{scope}text{{pointer-events:none}}{scope}.b{{font-weight:600}}"
     yield f"{scope}.m{{text-anchor:middle}}{scope}.e{{text-anchor:end}}"

@@ -11,7 +11,7 @@ letters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
 from math import ceil, floor, inf
 from textwrap import wrap
@@ -31,6 +31,7 @@ _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
 ENDS = "<<<<=>>>> "  # after a name of plain text, by tint
+MARKS = "- goes on", "& fused", ". idle"
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
@@ -84,7 +85,8 @@ def paint(
                 text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
             if len(rows) < len(scene.lanes):
                 text.append(_cells(f"and {len(scene.lanes) - len(rows)} more ranks"))
-    text += [[], *_legend(scenes, layout, width)]
+    marks = {char for rows in drawn for row in rows for char, _ in row}
+    text += [[], *_legend(scenes, layout, width, marks)]
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
 
@@ -108,8 +110,7 @@ def _layout(
     cells = total / cell
     unclear = not colours and max(scene.shades for scene in scenes) > 1  # without stages
     for detail, budget in LAYOUTS:
-        names = (name for scene in scenes for name in labels.short_names(scene, detail))
-        need = max(map(len, names)) + 1
+        need = max(map(len, labels.short_names(scenes, detail))) + 1
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
@@ -237,25 +238,27 @@ def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
 
 
 # ---- the legend, and colours ----
-def _legend(scenes: Scenes, layout: _Layout, width: int) -> Iterator[list[Cell]]:
-    """The lines of the legend."""
-    shades = max(scene.shades for scene in scenes)
-    entries = [*labels.kinds(scenes, shades)]
+def _legend(
+    scenes: Scenes,
+    layout: _Layout,
+    width: int,
+    marks: Collection[str],
+) -> Iterator[list[Cell]]:
+    """The lines of the legend; ``marks`` are all characters of the lanes."""
+    entries = [*labels.kinds(scenes, [not layout.colours] * len(scenes))]
     if layout.colours or layout.detail:
         entries += [entry for scene in scenes for entry in labels.tints(scene)]
     items: list[list[Cell]] = []
     for keys, text in entries:
-        letter = keys[0][0] if keys[0][0] in OPS else " "
+        letter = keys[0][0] if keys and keys[0][0] in OPS else " "
         swatch = [cell for key in keys for cell in _cells(f"{letter} ", key)]
-        if not layout.colours:
+        if keys and not layout.colours:
             swatch = _cells(letter if letter != " " else ENDS[int(keys[0][1:])])
         items.append(swatch + _cells(f" {text}"))
-    if shades > 1 and layout.colours:
-        items.append(_cells("paler: other stages"))
-    elif shades == 2 and layout.detail < 3:
-        items.append(_cells(labels.SMALL))
-    if layout.detail and not layout.colours:
-        items.append(_cells("- goes on  & fused  . idle"))
+    if not layout.colours:
+        if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
+            items.append(_cells(labels.SMALL))
+        items += [_cells(text) for text in MARKS if layout.detail and text[0] in marks]
     if layout.detail == 3:
         items.append(_cells("1F0: F of microbatch 0 on stage 1"))
     if not layout.detail:

@@ -183,6 +183,17 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
     assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
 
 
+def test_idle_time_and_memory_can_be_seen_on_dark_paper():
+    """Warm-up was all but the paper, and a message on the way like W."""
+    fills = colours.palette(2, dark=True)
+    band = colours.mix(fills["paper"], fills["curve"], shapes.PALE["curve"])
+    light = lambda colour: colours.luminance(colour) + 0.05
+    assert light(band) / light(fills["paper"]) > 1.9
+    assert dist(lab(fills["warmup"]), lab(fills["paper"])) > 11
+    assert dist(lab(fills["message"]), lab(fills["W0"])) > 28
+    assert dist(lab(fills["other"]), lab(fills["I0"])) > 50
+
+
 # ---- terminal ----
 def lanes(text: str, ranks: int) -> dict[int, str]:
     """The text on each rank's line, panels joined."""
@@ -244,8 +255,8 @@ def test_text_leaves_the_middle_of_a_long_steady_state_out(name: str, width: int
     text = pictures.draw(t, width=width, color=False)
     lines = text.splitlines()
     assert len(lines) <= 28 and max(map(len, lines)) <= width
-    head = " ".join(line.strip() for line in lines[1:4])
-    assert head.startswith("total ") and "Not drawn (~): " in head and "--full" in head
+    head = " ".join(line.strip() for line in lines[1:5])
+    assert head.startswith("total ") and "Not drawn (~): " in head and "option full" in head
     at = {row.index("~") for row in lanes(text, 16).values()}
     assert len(at) == 1
     axis = next(line for line in lines if line.split()[:1] == ["0"])
@@ -289,6 +300,13 @@ def test_sixteen_colours_tell_kinds_of_work_and_stages_apart():
     assert len(found) == 6 and all(40 <= int(ground) <= 107 for ground in found)
     for name, text in (("F", "\x1b[97;44m"), ("W", "\x1b[30;105m")):
         assert text in pictures.strip(timeline(), console, 120, 4), name
+
+
+@pytest.mark.parametrize(("name", "fused"), [("1F1B", False), ("DualPipeV", True)])
+def test_the_legend_of_a_text_names_the_marks_that_occur(name: str, fused: bool):
+    text = pictures.draw(timeline(name), width=160, color=False)
+    assert ("& fused" in text) is fused is ("&" in text.partition("\n\n")[0])
+    assert ("- goes on" in text) is ("-" in "".join(lanes(text, 4).values()))
 
 
 def test_an_overview_names_each_run_of_a_colour_once():
@@ -342,7 +360,7 @@ def test_fused_actions_show_both_parts_in_their_colours():
     text = pictures.draw(toy(), width=70, color=True)
     for op in "FB":
         red, green, blue = colours.rgb(colours.fill(op))
-        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[6]
+        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[7]
     assert "1F1----------&1B0----------" in pictures.draw(toy(), width=70, color=False)
 
 
@@ -351,7 +369,7 @@ def test_several_timelines_share_one_axis():
         [timeline("1F1B"), timeline("ZBV", costs="F=.5,I=.5,W=.5")], width=300, color=False
     )
     first, second = text.split("ZBVZeroBubble: 4 ranks")
-    one, two = first.splitlines()[4], second.splitlines()[3]
+    one, two = first.splitlines()[4], second.splitlines()[4]
     assert one.split()[:4] == two.split()[:4] and one.index(" 10") == two.index(" 10")
 
 
@@ -471,8 +489,8 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
     assert one.idle == {"warmup": 2.5 / 20, "message": 1 / 20, "tail": 0.5 / 20}
     # the span is that of rank 0; rank 1 starts 1.5 later and ends 2.5 earlier
     assert labels.notes(one)[0] == (
-        "Bubble by cause: warm-up 12.5%, message on the way 5%, tail 2.5%, "
-        "shorter spans of other ranks 20%."
+        "Bubble: idle between a rank's first and last action: warm-up 12.5%, "
+        "message on the way 5%, tail 2.5%, spans shorter than the longest 20%."
     )
 
 
@@ -483,7 +501,7 @@ def test_causes_add_up_to_the_bubble(name: str):
     line = labels.notes(one)[0]
     parts = [float(part) for part in re.findall(r"([\d.]+)%", line)]
     assert sum(parts) == pytest.approx(100 * one.timeline.bubble, abs=0.25), line
-    assert (name == "ZBV") == (not line.startswith("Bubble by cause"))
+    assert line.startswith(labels.BUBBLE)
 
 
 def test_a_slower_rank_is_an_imbalance():
@@ -610,6 +628,89 @@ def test_all_differences_of_a_picture_have_one_scale():
     assert max(bar.colours[0] for bar in far.bars) == "t8"
 
 
+def test_the_legend_of_a_difference_has_the_tints_that_occur():
+    """`by 1.5 at most` ran to deep magenta, where 1.5 was the palest pink."""
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    _, second = scenes([timeline("1F1B"), cheap], difference=True)
+    shown = [key for keys, _ in labels.tints(second) for key in keys]
+    assert shown == sorted(second.colours) and "t5" in shown and "t8" not in shown
+
+
+@pytest.mark.parametrize("name", [*NAMES, "VHalf"])
+def test_the_legend_has_a_swatch_for_every_colour_and_no_other(name: str):
+    drawn = scenes(timeline(name, costs="overlap=3"))
+    entries = list(labels.legend(drawn, Look(), [False]))
+    fused = ("F0", "B0")
+    kinds = {key for keys, _ in entries for key in keys if key[0] in "FBIW" and keys != fused}
+    assert kinds <= drawn[0].colours
+    assert {key[0] for key in kinds} == set(drawn[0].ops)
+    assert all(keys for keys, _ in entries)
+    assert (drawn[0].shades > 1) is any(text == labels.PALER for _, text in entries)
+
+
+def test_a_figure_that_all_ranks_have_is_in_the_header_alone():
+    assert labels.figures_of(scenes(timeline("1F1B"))[0]) == [f"peak {k}" for k in (4, 3, 2, 1)]
+    assert labels.figures_of(scenes(timeline("ZBV"))[0]) == [""] * 4
+    uneven = labels.figures_of(scenes(timeline("1F1B", costs="F=1:1:1:2"))[0])
+    assert all(re.fullmatch(r"bubble [\d.]+%, peak \d", text) for text in uneven)
+
+
+def test_lengths_from_nothing_have_no_least():
+    spans = [(0, Action(0, "F", 0), 0.0, 0.0), (0, Action(0, "F", 1), 0.0, 2.0)]
+    assert "takes F up to 2" in labels.units(scenes(Timeline.measured(spans, unit=""))[0])
+
+
+# ---- names in bars ----
+def named(drawn: scene.Scenes, frame: shapes.Frame) -> list[dict[str, float]]:
+    """By scene and kind of work, the share of the bars that have a name."""
+    found = []
+    for one in drawn:
+        texts = [s.colour[0] for s in shapes.shapes(one, frame) if isinstance(s, shapes.Label)]
+        parts = [part.op for bar in one.bars for part in bar.action.parts]
+        found.append({op: texts.count(op) / parts.count(op) for op in one.ops})
+    return found
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "1F1B", "ZBV"])
+def test_all_bars_of_a_kind_have_a_name_or_none(name: str):
+    """A PNG had 0 to 9, and boxes as wide without the 10 to 15 of the SVG."""
+    drawn = scenes(make_schedule(name, 8, 16).simulate())
+    for width in range(200, 1400, 40):
+        vector, png = (
+            named(drawn, shapes.frame(drawn, Look(), width, 26, letters))
+            for letters in (1.0, plotting.LETTERS)
+        )
+        assert vector == png and {*png[0].values()} <= {0, 1}, width
+
+
+@pytest.mark.parametrize("size", [(4, 8), (4, 10), (4, 12), (4, 16), (8, 16)])
+def test_a_picture_is_as_wide_as_its_numbers_need(size: tuple[int, int]):
+    """4 x 12 had none, at 844 pixels."""
+    drawn = scenes(timeline("ZBV", *size))
+    frame = shapes.frame(drawn, Look(), *shapes.natural_size(drawn))
+    assert named(drawn, frame) == [{"F": 1, "I": 1, "W": 1}]
+    assert Drawn(timeline("ZBV", *size)).width < 1165
+
+
+@pytest.mark.parametrize("width", [120, 200, 268, 330, 450, 600, 900])
+@pytest.mark.parametrize("paper", [False, True])
+def test_scenes_of_a_picture_have_names_in_one_way(width: float, paper: bool):
+    """In the column of a paper one panel had numbers, which touched, and the next had none."""
+    drawn = scenes([timeline(name) for name in ("1F1B", "ZBV", "VHalf")])
+    look = Look(paper=paper)
+    frame = shapes.frame(drawn, look, width, 26, plotting.LETTERS)
+    assert {share for shares in named(drawn, frame) for share in shares.values()} in ({0}, {1})
+    assert frame.detail in (1, 3), "never a letter without its stage"
+
+
+def test_the_legend_for_a_paper_has_the_columns_that_fit():
+    """It had ten rows, a third of the height."""
+    look = Look(paper=True, width=3.4 * 96)
+    drawn, figure = scenes(timeline("DualPipeV", 8, 20)), Figure()
+    axes = plotting.plot(drawn, look, plotting.new_axes(figure, drawn, look))
+    assert axes.get_legend()._ncols == 2
+
+
 # ---- the steady state ----
 @pytest.mark.parametrize(("name", "left_out"), [("1F1B", 44), ("ZBV", 28), ("DualPipeV", 28)])
 def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: int, tmp_path: Path):
@@ -637,7 +738,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert f"Not drawn (\u22ef): {left_out} microbatches of the steady state" in text
-    assert "save(full=True)" in text
+    assert "the option full draws all." in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
     hidden = next(bar for bar in whole.bars if fold.start + 9 < bar.start < fold.end - 9)
@@ -832,7 +933,7 @@ def test_a_plot_says_costs_and_idle_time_as_the_svg_does():
     assert top.y1 < figure.bbox.y1
     (right,) = axes.child_axes
     assert [text.get_text() for text in right.get_yticklabels()] == [
-        labels.figures_of(lane, scene) for scene in drawn for lane in scene.lanes
+        figure for scene in drawn for figure in labels.figures_of(scene)
     ]
 
 

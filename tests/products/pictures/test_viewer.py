@@ -4,6 +4,7 @@ by keys.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -359,6 +360,35 @@ def test_short_actions_leave_the_others_drawn_one_by_one(view: Open):
     page = view(Timeline.measured(spans))
     assert not page.evaluate("fpipe.state.dense")
     assert "height" not in page.inner_text("#legend")
+
+
+#: the texts in the bars of each lane, by the timeline
+WRITTEN = """(() => {
+    const pen = CanvasRenderingContext2D.prototype, write = pen.fillText, texts = [];
+    pen.fillText = function (text, x, y) {
+        if (y > 26 && this.textAlign === "center") texts.push(String(text));
+    };
+    fpipe.paint();
+    pen.fillText = write;
+    return texts;
+})()"""
+
+
+def test_boxes_tell_more_in_a_wider_window_and_all_in_one_way(view: Open):
+    """At 1230 pixels they had 0F over 0, at 1440 F0; and F alone in a difference."""
+    page = view(zbv(""), make_schedule("1F1B", 4, 8).simulate())
+    before = 0
+    for width in range(360, 2400, 120):
+        page.set_viewport_size({"width": width, "height": 900})
+        texts = page.evaluate(WRITTEN)
+        kinds = {re.sub(r"\d+", "0", text) for text in texts}
+        kinds = {re.sub("[FBIW]", "F", kind) for kind in kinds}
+        forms = [set(), {"0"}, {"0F", "0"}, {"0F0"}]
+        assert kinds in forms, (width, kinds)
+        now = min(forms.index(kinds), 2)
+        assert now >= before, (width, kinds)
+        before = now
+    assert before == 2
 
 
 def test_the_critical_path_and_the_messages_are_those_of_the_timeline(view: Open):

@@ -24,6 +24,10 @@ function finish(scene) {
   scene.shades = Math.max(...scene.palette.map((entry) => +entry.key.slice(1))) + 1;
   scene.most = scene.lanes.reduce((most, lane) => Math.max(most, lane.most), 0) || 1;
   scene.ops = [..."FBIW"].filter((op) => scene.lanes.some((lane) => lane.names.some((name) => name.includes(op))));
+  scene.forms = [...new Set(scene.lanes.flatMap((lane) => lane.names.flatMap((name) => name.replace(/\d/g, "0").split(";"))))];
+  const varies = (text) => new Set(scene.lanes.map(text)).size > 1;  // what is the same for all ranks is in the head
+  scene.varies = {bubble: varies((lane) => percent(lane.bubble)), peak: varies((lane) => amount(lane.peak, scene))};
+  scene.keys = [...new Set(scene.lanes.flatMap((lane) => [...new Set(lane.colour)]))].sort((a, b) => a - b).map((k) => scene.palette[k]);
   scene.fused = scene.lanes.some((lane) => lane.names.some((name) => name.includes(";")));
   scene.used = new Set(scene.lanes.flatMap((lane) => lane.idle.map((gap) => gap.cause)));
   const work = scene.lanes.reduce((sum, lane) => sum + lane.end.reduce((all, end, k) => all + end - lane.start[k], 0), 0);

@@ -127,13 +127,14 @@ function paintLabels(pen, row, y, state) {
   pen.fillStyle = theme.ink;
   const middle = y + row.bar / 2 + 0.5, left = wide ? 16 : 6;
   const name = state.byRank && state.scenes.length > 1 ? scene.label : wide ? `rank ${row.rank}` : String(row.rank);
-  pen.fillText(clipped(pen, name, GUTTER - left - (wide ? 56 : 6)), left, middle);
+  const bubble = state.byRank || scene.varies.bubble;
+  pen.fillText(clipped(pen, name, GUTTER - left - (wide && bubble ? 56 : 6)), left, middle);
   if (!wide) return;
   pen.font = `${small ? 10 : 11}px ${FONT}`;
   pen.fillStyle = theme.faint;
   pen.textAlign = "right";
-  pen.fillText((state.byRank ? "" : "bubble ") + percent(lane.bubble), GUTTER - 12, middle);
-  if (row.curve >= 12) pen.fillText("peak " + amount(lane.peak, scene), GUTTER - 12, y + row.bar + row.curve / 2);
+  if (bubble) pen.fillText((state.byRank ? "" : "bubble ") + percent(lane.bubble), GUTTER - 12, middle);
+  if (row.curve >= 12 && (state.byRank || scene.varies.peak)) pen.fillText("peak " + amount(lane.peak, scene), GUTTER - 12, y + row.bar + row.curve / 2);
 }
 
 function paintRow(pen, row, y, view, state) {
@@ -175,49 +176,54 @@ function matchesOf(state, lane) {
   return state.matches ? state.matches.get(lane) || new Set() : null;
 }
 
+// How all lanes of the page write names: [form, size of letters]. A wider window never tells less: 3 long bars have the
+// microbatch, 2 all have it, 1 stage and op over it, 0 the whole name.
+function formOf(pen, state, view, bar) {
+  for (const scene of state.scenes) {
+    scene.widths ??= [(name) => name, (name) => name.match(/^0+\D/)[0], (name) => name.replace(/^0+\D/, "")]
+      .map((cut) => Math.max(...scene.forms.map((name) => widthOf(pen, cut(name)))));
+  }
+  const size = (...cuts) => Math.min(...state.scenes.map((scene) => (scene.cell * view.scale - 2) / Math.max(...cuts.map((cut) => scene.widths[cut]))));
+  if (size(0) >= 9) return [0, Math.min(size(0), 11.5, bar - 3)];
+  if (size(1, 2) >= 9 && bar >= 28) return [1, 9];
+  return [size(2) >= 7 ? 2 : 3, Math.min(Math.max(size(2), 7), 11.5, bar - 3)];
+}
+
 function paintBars(pen, lane, scene, first, last, y, row, view, state) {
   const matches = matchesOf(state, lane);
-  const cell = scene.cell * view.scale;
-  const detail = cell >= 5 + 11.5 * scene.longest[0] ? 0 : cell >= 3 + 11.5 * scene.longest[1] ? 1 : 2;
-  const two = detail === 2 && row.bar >= 28 && cell >= 2 + 9 * scene.longest[1];  // lines: stage and op over microbatch
-  const small = detail === 2 && scene.microbatches <= 10;  // letters shrink where all names are one digit
-  const size = Math.min(11.5, row.bar - 3);
-  pen.font = `${size}px ${FONT}`;
+  pen.font = `10px ${FONT}`;
   pen.textAlign = "center";
+  const [form, size] = formOf(pen, state, view, row.bar);
+  let now = 10;
+  const write = (text, letters, x, y) => {
+    if (letters !== now) pen.font = `${now = letters}px ${FONT}`;
+    pen.fillText(text, x, y);
+  };
   for (let k = first; k <= last; k++) {
     const a = view.x(lane.start[k]), b = view.x(lane.end[k]);
     const wide = b - a > 3 ? b - a - 1 : Math.max(b - a, 0.6);
     const dim = matches && !matches.has(k);
     pen.globalAlpha = dim ? 0.22 : 1;
-    const fused = lane.names[k].includes(";");
-    const count = fused ? 2 : 1;
+    const count = lane.names[k].includes(";") ? 2 : 1;
     for (let p = 0; p < count; p++) {
       const paint = paintOf(scene.palette[lane.colour[2 * k + p]]);
       const top = y + (p * row.bar) / count, high = row.bar / count;
       pen.fillStyle = paint.colour;
       pen.fillRect(a, top, wide, high);
-      if (wide < (small ? 5 : 8) || dim || high < 9) continue;
-      const part = partsOf(lane, k)[p];
-      const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;
-      const whole = fused && two && wide >= 9 * widthOf(pen, part.name);  // where others have stage and op over microbatch
-      if (two && high >= 28 && !whole) {
-        if (wide < 9 * widthOf(pen, part.stage + part.op)) continue;
-        pen.fillStyle = paint.ink;
-        pen.font = `9px ${FONT}`;
-        pen.fillText(part.stage + part.op, middle, top + high / 2 - 6);
-        pen.fillText(part.microbatch, middle, top + high / 2 + 6);
-        pen.font = `${size}px ${FONT}`;
-        continue;
-      }
-      const shortest = scene.tints?.length ? part.op : part.microbatch;  // the colour of a tint does not say the op
-      const label = whole ? part.name : [part.name, part.op + part.microbatch, shortest][detail];
-      const fitting = whole ? 9 : small ? Math.max(7.5, (wide - 0.5) / widthOf(pen, label)) : size;
-      const letters = Math.min(size, fitting, fused ? high : size);
-      if (widthOf(pen, label) * letters > wide) continue;
-      if (letters < size) pen.font = `${letters}px ${FONT}`;
+      if (wide < 5 || dim || high < 9) continue;
+      const part = partsOf(lane, k)[p], head = part.stage + part.op, letters = Math.min(size, high);
+      const fits = (text) => wide - 0.9 >= letters * widthOf(pen, text);
+      const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2, half = top + high / 2;
       pen.fillStyle = paint.ink;
-      pen.fillText(label, middle, top + high / 2 + 0.5);
-      if (letters < size) pen.font = `${size}px ${FONT}`;
+      if (form === 1 && high >= 28 && fits(head) && fits(part.microbatch)) {
+        write(head, 9, middle, half - 6);
+        write(part.microbatch, 9, middle, half + 6);
+      } else if (form < 2 && fits(part.name)) {
+        write(part.name, letters, middle, half + 0.5);
+      } else {  // a shorter bar than others
+        const number = form === 2 ? letters : Math.min(11.5, high, (wide - 1) / scene.widths[2]);
+        if (number >= 7 && fits(part.microbatch) && (form < 3 || state.scenes.length === 1)) write(part.microbatch, number, middle, half + 0.5);
+      }
     }
   }
   pen.globalAlpha = 1;
@@ -268,7 +274,7 @@ function addLane(lane, scene, first, last, add, state) {
 }
 
 function shadeOf(scene, op) {
-  const entry = scene.palette.find((one) => one.key === op || one.key === op + "0");
+  const entry = scene.palette.find((one) => one.key === op || one.key[0] === op);
   return entry ? paintOf(entry).colour : "";
 }
 
@@ -345,7 +351,7 @@ function paintCurve(pen, lane, scene, y, height, view, state) {
   pen.lineTo(end, up(before));
   pen.lineTo(end, y + height);
   pen.closePath();
-  pen.globalAlpha = 0.25;
+  pen.globalAlpha = 0.45;
   pen.fillStyle = theme.curve;
   pen.fill();
   pen.globalAlpha = 1;

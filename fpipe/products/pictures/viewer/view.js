@@ -36,7 +36,8 @@ function draw() {
 
 function paintNow() {
   if (!state.scenes.length) return;
-  GUTTER = wideScreen() ? 172 : 46;
+  const figures = state.byRank || state.scenes.some(({varies}) => varies.bubble || varies.peak);
+  GUTTER = wideScreen() ? (figures ? 172 : 84) : 46;
   const placed = arrange(state, lanes.clientHeight);
   state.rows = placed.rows;
   state.height = placed.height;
@@ -342,8 +343,8 @@ $("more").addEventListener("click", () => {
 function legend() {
   const {scenes} = state, items = [];
   const plain = scenes.filter((scene) => !scene.tints?.length);
-  const shades = Math.max(...plain.map((scene) => scene.shades));
-  const widest = plain.find((scene) => scene.shades === shades);
+  const widest = plain.reduce((a, b) => b.shades > a.shades ? b : a);
+  let paler = [];
   const swatch = (colours, kind, word) => {
     const span = document.createElement("span"), box = element("i", "", kind);
     for (const [colour, ink, letter] of colours) {
@@ -362,10 +363,11 @@ function legend() {
       continue;
     }
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
-    const entries = scene.palette.filter((entry) => entry.key[0] === op).map(paintOf);
-    swatch(entries.map(({colour, ink}, k) => [colour, ink, k ? "" : op]), "", WORDS[op]);
+    const [entry, ...others] = scene.keys.filter((one) => one.key[0] === op).map(paintOf).map(({colour, ink}) => [colour, ink, op]);
+    swatch([entry], "", WORDS[op]);
+    if (!paler.length) paler = others;
   }
-  if (shades > 1) items.push(element("span", "paler: other stages"));
+  if (paler.length) swatch(paler, "", "paler: other stages");
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   for (const scene of scenes) {
@@ -374,7 +376,7 @@ function legend() {
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
   }
-  if (state.memory && scenes.some((scene) => scene.lanes.some((lane) => lane.held.length))) swatch([[theme.curve, "", ""]], "line", "memory held");
+  if (state.memory && scenes.some((scene) => scene.lanes.some((lane) => lane.held.length))) swatch([[theme.curve + "73", "", ""]], "band", "memory held");
   if (state.critical) swatch([[theme.mark, "", ""]], "line", "critical path");
   if (state.messages) swatch([[theme["message-line"], "", ""]], "line", "message");
   $("legend").replaceChildren(...items);
