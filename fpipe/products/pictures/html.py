@@ -36,7 +36,7 @@ body>*{{max-width:1100px;margin:1rem auto}}
 table{{display:block;overflow-x:auto;border-collapse:collapse;
 background:linear-gradient(var(--paper) 0 0) right/1.5rem 100% no-repeat local,
 linear-gradient(to left,var(--line),transparent) right/1.5rem 100% no-repeat scroll}}
-td,th{{padding:.15rem 0;vertical-align:top;white-space:nowrap;
+td{{border-top:1px solid var(--line)}}td,th{{padding:.25rem 0;vertical-align:top;white-space:nowrap;
 font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}td:last-child{{white-space:normal}}
 @media(max-width:600px){{body{{padding:.75rem}}table{{font-size:9.6px}}th{{white-space:normal}}
 td,th{{padding-right:.5em!important}}*+[style*=left]{{padding-left:.5em}}

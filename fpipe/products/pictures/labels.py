@@ -76,9 +76,8 @@ def title(scene: Scene) -> str:
     other = f" against {scene.against.name}" if scene.against else ""
     count = scene.timeline.slices
     slices = f" of {counted(count, 'slice')}" if count > 1 else ""
-    ranks = counted(len(scene.lanes), "rank")
     microbatches = counted(scene.microbatches, "microbatch")
-    return f"{scene.name}{other}: {ranks}, {microbatches}{slices}"
+    return f"{scene.name}{other}: {counted(len(scene.lanes), 'rank')}, {microbatches}{slices}"
 
 
 def facts(scene: Scene) -> list[tuple[str, str]]:

@@ -107,22 +107,28 @@ def _layout(
     columns = max(width - margin, 8)
     total = max(scene.length for scene in scenes)
     cell = max(min(scene.cell for scene in scenes), total / _MOST_CELLS)
-    cells = total / cell
-    unclear = not colours and max(scene.shades for scene in scenes) > 1  # without stages
+    cells = total / cell or 1.0
+    tall = sum(len(scene.lanes) + 2 for scene in scenes)
+    shades = max(scene.shades for scene in scenes)
+    unclear = not colours and shades > 1  # without stages
     for detail, budget in LAYOUTS:
+        if unclear and shades > 2:
+            detail = 3
         need = max(map(len, labels.short_names(scenes, detail))) + 1
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
         if panels <= 1:  # whole columns per cell where they fill most of the width
-            wide = min(columns / cells, WIDEST_CELL) if cells else WIDEST_CELL
+            wide = min(columns / cells, WIDEST_CELL)
             wide = floor(wide + 1e-9) if wide >= 2 else wide
             return _Layout(colours, margin, detail, wide / cell, columns, 1)
-        if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= min(budget, lines):
+        if panels * tall <= min(budget, lines):
             even = ceil(cells / panels - 1e-9) * need  # cut between cells
             return _Layout(colours, margin, detail, need / cell, even, panels)
-    scale = columns / cells / cell if cells else 1.0
-    return _Layout(colours, margin, 0, scale, columns, 1)
+    panels = ceil(cells / columns - 1e-9)
+    if panels * tall <= lines:  # a column for each cell
+        return _Layout(colours, margin, 0, 1 / cell, ceil(cells / panels), panels)
+    return _Layout(colours, margin, 0, columns / cells / cell, columns, 1)
 
 
 def _axis(
@@ -220,7 +226,7 @@ def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
     takes a third of the time gets a third of the columns, and short ones appear too.
     """
     owed: defaultdict[str, float] = defaultdict(float)
-    edges = [column / layout.scale for column in range(layout.columns + 1)]
+    edges = [column / layout.scale for column in range(layout.columns * layout.panels + 1)]
     cells: list[Cell] = []
     before = ""
     for column in shares(busy(lane, painted=bool(layout.colours)), edges):
@@ -262,8 +268,9 @@ def _legend(
     if layout.detail == 3:
         items.append(_cells("1F0: F of microbatch 0 on stage 1"))
     if not layout.detail:
-        column = labels.time(1 / layout.scale, scenes[0])
-        items.append(_cells(f"a column: what took most of {column}"))
+        items.append(
+            _cells(f"a letter: what takes most of {labels.time(1 / layout.scale, scenes[0])}")
+        )
     line: list[Cell] = []
     for item in items:
         if line and len(line) + 2 + len(item) > width:
@@ -281,7 +288,8 @@ def _text(line: list[Cell], grounds: Mapping[str, str], colours: str) -> str:
             from rich.console import COLOR_SYSTEMS  # slow, and not needed for plain text
             from rich.style import Style
 
-            colour, ground = ink(grounds[key]), grounds[key]
+            ground = grounds[key]
+            colour = ink(ground)
             if colours in ("standard", "windows"):
                 colour, ground = of_16(key)
             style = Style(color=colour, bgcolor=ground)
