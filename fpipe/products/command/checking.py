@@ -262,7 +262,7 @@ def solve(
         )
     lines = [
         f"stages by rank: {repr(best.placement)[10:-1]}",
-        f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
+        f"bubble {t.bubble:.2%}, gap {best.gap:.2%}: {best.bound.said(t.span)}",
         named,
     ]
     click.echo("\n".join(fill(line, 80) for line in lines))
