@@ -56,16 +56,16 @@ def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> Sc
     """
     if only:
         return ScheduleError(
-            f"{name} takes {only} stages on {ranks} ranks, not {stages}; give a pipeline {only} "
-            f"functions, and stages={only} or none",
+            f"{name} takes {only} stages on {ranks} ranks, not {stages}; give stages={only} or "
+            f"none, and a pipeline {only} functions",
             rule="stages",
         )
     unit = ranks * step
     below = stages // unit * unit
     fits = f"{below} or {below + unit}" if below else f"{unit}"
     return ScheduleError(
-        f"{name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give a pipeline "
-        f"{fits} functions, stages={fits} elsewhere, or other ranks",
+        f"{name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give "
+        f"stages={fits}, and a pipeline as many functions, or other ranks",
         rule="stages",
     )
 
