@@ -202,10 +202,10 @@ def rates() -> Table:
             f"fpipe solve -p {p} -m {m} --placement one --costs {costs},saved={saved},kept={kept} "
             f"--memory {p * saved} --seconds 60"
         )
-        found = re.search(r"bubble ([\d.]+)%, gap 0\.00%", printed(solve), re.S)
+        found = re.search(r"^span ([\d.]+) .*gap 0\.00%", printed(solve), re.S)
         if not found:
             raise ValueError(f"{solve} ended before it had the best schedule")
-        ours.append(float(found[1]) / 100)
+        ours.append(1 - m * (f + i + w) / float(found[1]))
         what = (f"{p}, {m}", f"{f:g}, {i:g}, {w:g}, {link:g}")
         figures += [
             Figure((*what, name), f"0{rate}", value)

@@ -204,11 +204,10 @@ def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
         return f"\n{_NONE.format(limit)}; give more, or try fpipe solve --memory {limit:.6g}"
     within = "" if limit == inf else f" within memory {limit:.6g}"
-    return f"\ntake {chosen.name}, the shortest step{within}: {_figures(chosen)}"
-
-
-def _figures(one: comparison.Entry) -> str:
-    return f"total {one.total:.6g}, bubble {one.bubble:.2%}, memory {one.memory:.6g}"
+    return (
+        f"\ntake {chosen.name}, the shortest step{within}: total {chosen.total:.6g}, bubble "
+        f"{chosen.bubble:.2%}, memory {chosen.memory:.6g}"
+    )
 
 
 @click.command()
@@ -255,15 +254,18 @@ def solve(
     taken = comparison.take(entries, limit)
     named = _NONE.format(limit)
     if taken:
+        as_good = max(taken.span / t.span, taken.total / t.total) <= 1 + 1e-9
         named = (
-            f"the named schedule of {best.stages} stages with the least total, {taken.name}: "
-            f"{_figures(taken)} (the fullest rank's peak{_one(price, per)}); its span is "
-            f"{taken.span:.6g}"
+            f"{taken.name}, the best named schedule of {best.stages} stages"
+            f"{', is as good' * as_good}: span {taken.span:.6g}, total {taken.total:.6g}, memory "
+            f"{taken.memory:.6g}"
         )
     lines = [
-        f"stages by rank: {repr(best.placement)[10:-1]}",
-        f"bubble {t.bubble:.2%}, gap {best.gap:.2%}: {best.bound.said(t.span)}",
+        f"span {t.span:.6g} (the longest time of one rank), total {t.total:.6g}, memory "
+        f"{max(t.peak_bytes):.6g} (the fullest rank's peak{_one(price, per)})",
+        f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
         named,
+        f"stages by rank: {repr(best.placement)[10:-1]}",
     ]
     click.echo("\n".join(fill(line, 80) for line in lines))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)

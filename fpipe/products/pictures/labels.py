@@ -142,16 +142,20 @@ def summary(scene: Scene, mark: str = "\u22ef") -> Iterator[str]:
 
 def units(scene: Scene) -> str:
     """What the times are: their unit, and what a stage takes."""
-    ranks = range(scene.timeline.ranks)
-    count = max(len(scene.timeline.placement.stages_of(rank)) for rank in ranks)
+    t = scene.timeline
+    count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
     stages = "the stage" if count == 1 else f"each of the {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
             times[bar.action.op].append(bar.end - bar.start)
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
-    text = f"Times in {scene.timeline.unit or 'units of the costs'}"
-    return text + (f": {stages} of a rank takes {lengths}." if lengths else ".")
+    text = f"Times in {t.unit or 'units of the costs'}"
+    if not lengths:
+        return f"{text}."
+    if count > 1:
+        lengths += f", together {number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
+    return f"{text}: {stages} of a rank takes {lengths}."
 
 
 def _range(values: Collection[float]) -> str:
@@ -200,12 +204,9 @@ SMALL = "small letters: a rank's other stage"
 Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and their meaning
 
 
-def kinds(scenes: Scenes, merged: Iterable[bool]) -> Iterator[Entry]:
-    """The kinds of work that occur, and the paler shades of one; ``merged`` says of each scene
-    whether its shades are not told apart.
-    """
-    drawn = zip(scenes, merged, strict=True)
-    used = {key[0] + "0" if one else key for scene, one in drawn for key in scene.colours}
+def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
+    """The kinds of work that occur, and the paler shades of one, unless ``merged``."""
+    used = {key[0] + "0" if merged else key for scene in scenes for key in scene.colours}
     paler: tuple[str, ...] = ()
     for op, kind in KINDS.items():
         first, *others = sorted(key for key in used if key[0] == op) or [""]
@@ -235,16 +236,16 @@ def tints(scene: Scene) -> Iterator[Entry]:
             yield tuple(sorted(used)), meaning
 
 
-def legend(scenes: Scenes, look: Look, dense: Collection[bool]) -> Iterator[Entry]:
-    """The legend of a picture; ``dense`` are scenes whose shares of time are drawn instead of
+def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
+    """The legend of a picture; in a ``dense`` one shares of time are drawn instead of
     actions.
     """
     yield from kinds(scenes, dense)
     if any(scene.against and scene.shades == 2 for scene in scenes):
         yield (), SMALL
-    if any(dense):
+    if dense:
         yield (), "height: share of the time"
-    if not all(dense) and any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
+    elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
         yield ("F0", "B0"), "fused"
     for scene in scenes:
         yield from tints(scene)

@@ -145,7 +145,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     if not look.paper:
         _label(axes.secondary_yaxis("right"), beside, colours["faint"], font)
-    entries = labels.legend(scenes, look, list(map(f.is_dense, scenes)))
+    entries = labels.legend(scenes, look, f.dense)
     _legend(axes, entries, colours, height, font)
     return axes
 

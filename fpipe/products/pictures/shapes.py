@@ -39,6 +39,7 @@ FINEST = 0.25  # the least step of the height of a band
 MOST_HINTS = 4000  # bars with hints
 LEAST = 6.0  # the least width of a piece
 LEAST_CELL = 2.0  # of a bar in the mean, below which a lane shows shares
+PAPER_CELL = 1.5  # of a picture for a paper, in points
 #: colours in a lane of shares, from its foot up
 STACKED = (
     *(f"t{k}" for k in range(10)),
@@ -96,15 +97,12 @@ class Frame(NamedTuple):
     hints: bool
     least: float  # size of letters
     named: float  # the least width of bars with names
+    dense: bool  # whether actions are too narrow to be drawn one by one
 
     @property
     def pitch(self) -> float:
         """From one lane to the next."""
         return self.lane + self.curve + GAP
-
-    def is_dense(self, scene: Scene) -> bool:
-        """Whether the actions of a scene are too narrow to be drawn one by one."""
-        return scene.mean * self.scale < LEAST_CELL
 
 
 def frame(
@@ -130,7 +128,9 @@ def frame(
         size = least
         named = inf if scenes[1:] else size * longest
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
-    return Frame(scale, lane, curve, detail, size / letters, letters, hints, least / letters, named)
+    dense = min(scene.mean for scene in scenes) * scale < (PAPER_CELL if look.paper else LEAST_CELL)
+    sizes = size / letters, letters, hints, least / letters, named
+    return Frame(scale, lane, curve, detail, *sizes, dense)
 
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
@@ -149,17 +149,16 @@ def natural_size(scenes: Scenes) -> tuple[float, float]:
 
 def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
     """The idle times and the actions of all ranks, and what they hold."""
-    dense = f.is_dense(scene)
     for rank, lane in enumerate(scene.lanes):
         y = rank * f.pitch
-        if dense:
+        if f.dense:
             yield from _bands(lane, scene, f, y + f.lane)
         else:
             yield from _bars(lane, scene, f, y)
         if f.curve and lane.curve and scene.peak > 0:
             foot = y + f.lane + f.curve
             height = (f.curve - 2) / scene.peak  # all ranks have one scale
-            curve = envelope(lane.curve, 2 / f.scale) if dense else lane.curve
+            curve = envelope(lane.curve, 2 / f.scale) if f.dense else lane.curve
             tops = [
                 (time, foot - height * max(held, 0))
                 for time, held in curve

@@ -154,8 +154,7 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
-    dense = list(map(sheet.frame.is_dense, scenes))
-    for colours, content in labels.legend(scenes, look, dense):
+    for colours, content in labels.legend(scenes, look, sheet.frame.dense):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
         if x > first and (x + wide > sheet.right - 5 or colours == ("warmup",)):

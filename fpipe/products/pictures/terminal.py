@@ -165,8 +165,9 @@ def _drawn(scene: Scene, layout: _Layout) -> list[list[Cell]]:
         )
         row = _row(lane._replace(bars=bars), layout)
         if fold := scene.fold:
-            start = round(fold.start * layout.scale)
-            wide = max(round(fold.gap * layout.scale), 1)
+            near, far = (round, round) if layout.detail else (floor, ceil)
+            start = near(fold.start * layout.scale)
+            wide = max(far((fold.start + fold.gap) * layout.scale) - start, 1)
             row[start : start + wide] = _cells(FOLDED * wide)
         rows.append(row)
     return rows
@@ -251,7 +252,7 @@ def _legend(
     marks: Collection[str],
 ) -> Iterator[list[Cell]]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
-    entries = [*labels.kinds(scenes, [not layout.colours] * len(scenes))]
+    entries = [*labels.kinds(scenes, not layout.colours)]
     if layout.colours or layout.detail:
         entries += [entry for scene in scenes for entry in labels.tints(scene)]
     items: list[list[Cell]] = []
@@ -264,12 +265,12 @@ def _legend(
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
             items.append(_cells(labels.SMALL))
-        items += [_cells(text) for text in MARKS if layout.detail and text[0] in marks]
+        items += [_cells(text) for text in MARKS if text[0] in marks]
     if layout.detail == 3:
         items.append(_cells("1F0: F of microbatch 0 on stage 1"))
     if not layout.detail:
         items.append(
-            _cells(f"a letter: what takes most of {labels.time(1 / layout.scale, scenes[0])}")
+            _cells(f"a letter: what fills most of {labels.time(1 / layout.scale, scenes[0])}")
         )
     line: list[Cell] = []
     for item in items:

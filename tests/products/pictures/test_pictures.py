@@ -532,8 +532,9 @@ def test_memory_curves_reach_the_peaks():
 
 def test_units_and_what_they_mean_are_on_the_picture():
     words = lambda t: " ".join(Drawn(t).texts)
-    assert "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5." in words(
-        timeline(costs="F=.5,I=.5,W=.5")
+    assert (
+        "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5, together 3 for a microbatch."
+        in words(timeline(costs="F=.5,I=.5,W=.5"))
     )
     for costs in ("", "saved=.5"):  # of each of two stages
         assert ", peak 4 microbatches" in words(timeline(costs=costs))
@@ -639,7 +640,7 @@ def test_the_legend_of_a_difference_has_the_tints_that_occur():
 @pytest.mark.parametrize("name", [*NAMES, "VHalf"])
 def test_the_legend_has_a_swatch_for_every_colour_and_no_other(name: str):
     drawn = scenes(timeline(name, costs="overlap=3"))
-    entries = list(labels.legend(drawn, Look(), [False]))
+    entries = list(labels.legend(drawn, Look(), dense=False))
     fused = ("F0", "B0")
     kinds = {key for keys, _ in entries for key in keys if key[0] in "FBIW" and keys != fused}
     assert kinds <= drawn[0].colours
