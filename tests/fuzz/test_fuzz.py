@@ -36,6 +36,11 @@ def test_the_end_of_a_send_before_any_message_of_its_receiver(seed: int):
     assert run_case(seed).kind == "equal"
 
 
+def test_a_rank_whose_plan_is_empty_in_the_ready_order():
+    """A case of a stage without gradients, which a check refuses later."""
+    assert run_case(1943).kind == "refused"
+
+
 def test_functions_of_sizes_have_the_results_of_autograd(long: bool):
     """Sizes as texts, keys and types, from the second length on: ``python -m tests.fuzz.sizes``."""
     uses = [

@@ -72,8 +72,8 @@ class Order:
         for place, node in enumerate(plan.nodes):
             self.kinds[node.kind] |= 1 << place
             at[node.position + 1] |= 1 << place
-            op = plan.instructions[node.message].op
-            if node.kind == WAIT and isinstance(op, Wait):
+            op = plan.instructions[node.message].op if node.kind == WAIT else None
+            if isinstance(op, Wait):
                 post, fetch = executable.group.receiver(op.peer, plan.rank, op.specs, op.stream)
                 if fetch is not None:
                     self.works[place] = post()
