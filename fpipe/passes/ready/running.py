@@ -88,9 +88,9 @@ class Order:
         while True:
             steps, look = branch
             yield from steps
-            if not look.places:
-                break
             places = look.places
+            if not places:
+                break
             while not (arrived := tuple([place for place in places if receives[place].done()])):
                 if look.idle is None:
                     break
