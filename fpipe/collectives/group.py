@@ -121,7 +121,8 @@ class Receiver(NamedTuple):
     If ``fetch`` is None, a plan calls ``post`` ahead of need, at its RECV instruction. Otherwise a
     receive needs no buffer in advance, and a plan does nothing at RECV. It calls ``fetch`` when it
     needs the message. If that returns None, it calls ``post``, and waits for this work before it
-    uses the channel again; ``post`` then returns one work for all messages. Either all channels of a group have a ``fetch`` or none has.
+    uses the channel again; ``post`` then returns one work for all messages. Either all channels of
+    a group have a ``fetch`` or none has.
     """
 
     post: Callable[[], Work]
