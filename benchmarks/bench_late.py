@@ -151,8 +151,9 @@ def main() -> None:
                     "window": window * whole,
                     "step": step,
                     "waiting": waiting,
+                    "taking": taking,
+                    "seed": seed,
                 }
-                | {"taking": taking, "seed": seed}
             )
         print(
             f"{name:6} {order:6} step {step:.3f} s; as a part of waiting for all: median "

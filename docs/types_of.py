@@ -46,7 +46,7 @@ def found(module: str, name: str) -> Type | None:
     True
     """
     source = _source(module)
-    for node in _statements(ast.parse(source).body):
+    for node in _statements(module):
         if isinstance(node, ast.ImportFrom):
             there = importlib.util.resolve_name(
                 "." * node.level + (node.module or ""), _package(module)
@@ -81,8 +81,10 @@ def plain(annotation: str) -> str:
     return inner.sub(lambda part: part[1] or part[2], text)
 
 
-def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+@cache
+def _statements(module: str) -> list[ast.stmt]:
     """Statements of a module, and those that type checkers alone read."""
+    body = ast.parse(_source(module)).body
     return [one for node in body for one in (node.body if isinstance(node, ast.If) else [node])]
 
 

@@ -98,15 +98,17 @@ def plan(
 
 def _filter(only: Sequence[str], job: Job) -> Callable[[Layout], bool]:
     """Whether a layout has, of each name, a value that one of its patterns matches."""
+    layouts = list(candidates(job))
     patterns: defaultdict[str, list[str]] = defaultdict(list)
     for choice in only:
         name, _, pattern = choice.partition("=")
         if name not in CHOICES or not pattern:
             raise usage_error(f"--only {choice}: give one of {', '.join(CHOICES)}, as in tp=8")
-        known = dict.fromkeys(str(getattr(layout, name)) for layout in candidates(job))
-        if known and not any(fnmatchcase(value.lower(), pattern.lower()) for value in known):
+        pattern = pattern.lower()
+        known = dict.fromkeys(str(getattr(layout, name)) for layout in layouts)
+        if known and not any(fnmatchcase(value.lower(), pattern) for value in known):
             raise usage_error(f"--only {choice}: no layout has it; there are {', '.join(known)}")
-        patterns[name].append(pattern.lower())
+        patterns[name].append(pattern)
 
     return lambda layout: all(
         any(fnmatchcase(str(getattr(layout, name)).lower(), pattern) for pattern in allowed)
