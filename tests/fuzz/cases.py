@@ -19,7 +19,7 @@ import fpipe
 
 from .features import CALL, OF_THREADS, PIPELINE, Features, drawn
 from .models import Body, Shape, function, initial_carry, parameters, random_body, tensors_of
-from .operations import BY_NAME, WIDTH
+from .operations import WIDTH
 
 PER_MODEL = 16
 #: schedules that take one stage a rank, any number, and two
@@ -311,15 +311,16 @@ def _aux(y: Any, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
 LOSSES: dict[str, Callable[..., Any]] = {"mean": _every, "some": _some, "aux": _aux}
 
 
-@lru_cache(maxsize=2)
-def stages_of(model: Model) -> list[fpipe.Stage]:
-    """The stages of a model."""
+@lru_cache(maxsize=4)
+def stages_of(model: Model, plain: bool = False) -> list[fpipe.Stage]:
+    """The stages of a model; ``plain``: for plain autograd."""
     stages = []
     for n, (body, engine) in enumerate(zip(model.bodies, model.engines, strict=True)):
         options: dict[str, Any] = {"engine": engine, "name": f"s{n}"}
         if body.carry:
             options |= {"carry": True, "initial_carry": initial_carry(body)}
-        fn = function(body, model.blocks, bool(model.tokens))
+        traced = plain and engine == "trace"
+        fn = function(body, model.blocks, bool(model.tokens), traced)
         stages.append(fpipe.Stage(fn, aux_loss=body.aux_loss, state=body.state, **options))
     return stages
 
@@ -372,11 +373,3 @@ def tied_under_autocast(case: Case, call: Call) -> bool:
         i in step.params and step.name.startswith("autocast") for step in case.model.bodies[s].steps
     )
     return any(under(*map(int, name.split("."))) for pair in case.tied for name in pair)
-
-
-def traces_prod(model: Model) -> bool:
-    """Whether a traced stage computes ``torch.prod``."""
-    return any(
-        engine == "trace" and any(not BY_NAME[step.name].exact for step in body.steps)
-        for body, engine in zip(model.bodies, model.engines, strict=True)
-    )

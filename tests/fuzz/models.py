@@ -158,9 +158,12 @@ def initial_carry(body: Body) -> Any:
     return None if initial is None else lambda x: initial(tensors_of(x)[0])
 
 
-def function(body: Body, blocks: str = "", tokens: bool = False) -> Callable[..., Any]:
+def function(
+    body: Body, blocks: str = "", tokens: bool = False, traced: bool = False
+) -> Callable[..., Any]:
     """The stage function of a body; ``blocks``: its "steps", or the "whole", are blocks. With
-    ``tokens`` tensors have an axis more, the second one.
+    ``tokens`` tensors have an axis more, the second one. ``traced``: plain autograd is to have
+    the bits of a trace.
     """
 
     def run(p: Any, carry: Any, x: Any, scale: Tensor | None) -> tuple[Any, Any, Tensor]:
@@ -177,6 +180,7 @@ def function(body: Body, blocks: str = "", tokens: bool = False) -> Callable[...
             operation = BY_NAME[step.name]
             params = [flat[i].to(work[step.a].dtype) for i in step.params]
             apply = BLOCKS[step.name] if blocks == "steps" else operation.apply
+            apply = operation.traced or apply if traced else apply
             work.append(apply(work[step.a], work[step.b], params))
         first, last = shaped[0], work[-1]
         if tokens:

@@ -33,7 +33,7 @@ class Operation:
     random: bool = False  # draws random numbers
     traceable: bool = True
     only32: bool = False  # depends on float32 inputs
-    exact: bool = True  # the programs have the bits of plain autograd
+    traced: Apply | None = None  # the same for plain autograd, with the gradient of a trace
 
 
 class Sine(torch.autograd.Function):
@@ -51,6 +51,26 @@ class Sine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         return grad * x.cos() * 2
+
+
+class Product(torch.autograd.Function):
+    """The product of a row, with the gradient of a trace, which cannot look for zeros and divide by
+    the others: the products of what is before each factor and of what is behind it.
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.prod(-1, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        before = lambda t: torch.cat([torch.ones_like(t[:, :1]), t[:, :-1]], -1).cumprod(-1)
+        return grad * (before(x) * before(x.flip(-1)).flip(-1))
 
 
 class Pair(torch.autograd.Function):
@@ -167,7 +187,11 @@ OPERATIONS = [
         (V,),
     ),
     Operation("cumsum", lambda a, b, p: a.cumsum(-1) / WIDTH + b),
-    Operation("prod", lambda a, b, p: (1 + 0.1 * a).prod(-1, keepdim=True) * b, exact=False),
+    Operation(
+        "prod",
+        lambda a, b, p: (1 + 0.1 * a).prod(-1, keepdim=True) * b,
+        traced=lambda a, b, p: Product.apply(1 + 0.1 * a) * b,
+    ),
     Operation("maximum", lambda a, b, p: torch.maximum(a, b) - a.amax(-1, keepdim=True)),
     Operation("sort", _sort),
     Operation("gather", lambda a, b, p: a.gather(1, b.argsort(-1))),

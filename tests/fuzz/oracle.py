@@ -28,7 +28,6 @@ from .cases import (
     is_frozen,
     stages_of,
     tied_under_autocast,
-    traces_prod,
     weight,
 )
 from .models import tensors_of
@@ -108,8 +107,7 @@ def expected(
     if not call.split:
         given = [replace(copy, batch=_views(copy.batch)) for copy in given]
     weights = _weights(case, [_cut(case, copy.batch.targets) for copy in given])
-    limits = {"prod"} if traces_prod(case.model) else set()
-    limits |= {"tied under autocast"} if tied_under_autocast(case, call) else set()
+    limits = {"tied under autocast"} if tied_under_autocast(case, call) else set()
     if case.features.get("leaves") == "flat buffer":  # the oracle has copies
         limits.add("parameters at other places in memory")
     if call.argnums in (1, (1,)):
@@ -256,7 +254,7 @@ def _through(
     y: Any = x
     extra: Tensor | None = None
     returned = []
-    for s, (stage, p) in enumerate(zip(stages_of(case.model), live, strict=True)):
+    for s, (stage, p) in enumerate(zip(stages_of(case.model, plain=True), live, strict=True)):
         side = {"scale": scale} if "scale" in stage.sides else {}
         args = [p, run.state[s]] if stage.state else [p]
         if stage.carry:
