@@ -152,6 +152,12 @@ def _half(a: Tensor, b: Tensor, p: Sequence[Tensor]) -> Tensor:
 
 W, V = (WIDTH, WIDTH), (WIDTH,)
 
+def _traced_product(a: Tensor, b: Tensor, p: Sequence[Tensor]) -> Tensor:
+    x = 1 + 0.1 * a
+    half = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
+    return Product.apply(x.float() if half else x) * b  # autocast computes products in float32
+
+
 OPERATIONS = [
     Operation("linear", lambda a, b, p: torch.tanh(a @ p[0]), (W,)),
     Operation("affine", lambda a, b, p: torch.addmm(p[1], a, p[0]) * 0.5, (W, V)),
@@ -190,7 +196,7 @@ OPERATIONS = [
     Operation(
         "prod",
         lambda a, b, p: (1 + 0.1 * a).prod(-1, keepdim=True) * b,
-        traced=lambda a, b, p: Product.apply(1 + 0.1 * a) * b,
+        traced=_traced_product,
     ),
     Operation("maximum", lambda a, b, p: torch.maximum(a, b) - a.amax(-1, keepdim=True)),
     Operation("sort", _sort),
