@@ -150,13 +150,13 @@ def _half(a: Tensor, b: Tensor, p: Sequence[Tensor]) -> Tensor:
     return (a.bfloat16() * b.bfloat16()).to(a.dtype)
 
 
-W, V = (WIDTH, WIDTH), (WIDTH,)
-
 def _traced_product(a: Tensor, b: Tensor, p: Sequence[Tensor]) -> Tensor:
     x = 1 + 0.1 * a
     half = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
     return Product.apply(x.float() if half else x) * b  # autocast computes products in float32
 
+
+W, V = (WIDTH, WIDTH), (WIDTH,)
 
 OPERATIONS = [
     Operation("linear", lambda a, b, p: torch.tanh(a @ p[0]), (W,)),
