@@ -121,7 +121,7 @@ def frame(
     short = 1 + bool(scenes[-1].against)  # numbers; and letters, where colours are shifts
     for detail in (3, short):  # the fullest names that fit into a short bar
         longest = widest_name(scenes, detail) - 0.1 * look.paper
-        size = min(space / longest, 12.0)
+        size = min(space / longest, least if look.paper else 12.0)
         if size >= (max(least, 9.5) if detail == 3 else least):
             break
     else:  # of several scenes none has names then, of one the kinds with long bars

@@ -255,8 +255,8 @@ def _legend(
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]
         if keys and not layout.colours:
-            op, *shade = keys[0]
-            swatch = _cells(op if op in OPS else ENDS[int(shade[0])])
+            op, shade = keys[0]
+            swatch = _cells(op if op in OPS else ENDS[int(shade)])
         items.append(swatch + _cells(f" {text}"))
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
