@@ -374,7 +374,7 @@ class Timeline:
         ax: Axes | None = None,
         style: str = "paper",
         *,
-        memory: bool = True,
+        memory: bool | None = None,
     ) -> Axes:
         """Draw the timeline with matplotlib, to be edited, combined and saved as its figures are.
 
@@ -382,7 +382,7 @@ class Timeline:
             ax: The axes to draw into. By default those of a new figure, of a size that suits.
             style: ``"paper"`` for print, without figures beside the lanes; ``"light"`` or
                 ``"dark"`` for a screen.
-            memory: Draw below each lane what its rank holds.
+            memory: Draw below each lane what its rank holds; by default for a screen.
 
         Returns:
             The axes. Time is along x, and rank r lies between r and r + 1 on y.

@@ -36,7 +36,10 @@ from .options import option
     multiple=True,
 )
 @options.look_options
-@option("--memory/--no-memory", "What ranks hold, below their lanes.", True)
+@option(
+    "--memory/--no-memory",
+    "What ranks hold, below their lanes.  [default: memory, but not for a paper]",
+)
 @option(
     "--difference",
     "Colour actions by how much earlier or later they end than in the first schedule.",
@@ -52,7 +55,7 @@ def draw(
     costs: str,
     per: Per,
     out: tuple[str, ...],
-    memory: bool,
+    memory: bool | None,
     difference: bool,
     full: bool,
     color: bool | None,

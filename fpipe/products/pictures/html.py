@@ -56,7 +56,7 @@ def paint(scenes: Scenes, look: Look) -> str:
         is_unique = names.count(scene.name) == 1
         drawn.append(_scene(scene, scene.name if is_unique else f"{scene.name} ({k})"))
     title = " · ".join(map(labels.title, scenes))
-    contents: Json = {"scenes": drawn, "show": {"memory": look.memory}}
+    contents: Json = {"scenes": drawn, "show": {"memory": look.memory is not False}}
     return join(title, contents, look.dark)
 
 
@@ -147,14 +147,14 @@ def colour_table(keys: Iterable[str], shades: int) -> list[Json]:
     ]
 
 
-def _pairs(lane: Lane) -> Iterator[tuple[str, str]]:
-    """The stage with its op, and the colour, of each part in a lane."""
+def _pairs(lane: Lane) -> Iterator[tuple[str, ...]]:
+    """The stage with its op, the colour, and the shade, of each part in a lane."""
     for bar in lane.bars:
-        for part, colour in zip(bar.action.parts, bar.colours, strict=True):
-            yield f"{part.stage}{part.op}", colour
+        for part, *colours in zip(bar.action.parts, bar.colours, bar.kinds, strict=True):
+            yield f"{part.stage}{part.op}", *colours
 
 
-def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, str], int]) -> Json:
+def _lane(lane: Lane, scale: float, codes: Mapping[tuple[str, ...], int]) -> Json:
     """A lane as lists of numbers."""
 
     def times(values: Iterable[float]) -> list[int]:

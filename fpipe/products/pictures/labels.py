@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from itertools import compress
-from math import floor, log10
+from math import floor, inf, log10
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
@@ -76,8 +76,8 @@ def title(scene: Scene) -> str:
     other = f" against {scene.against.name}" if scene.against else ""
     count = scene.timeline.slices
     slices = f" of {counted(count, 'slice')}" if count > 1 else ""
-    microbatches = counted(scene.microbatches, "microbatch")
-    return f"{scene.name}{other}: {counted(len(scene.lanes), 'rank')}, {microbatches}{slices}"
+    sizes = f"{counted(len(scene.lanes), 'rank')}, {counted(scene.microbatches, 'microbatch')}"
+    return f"{scene.name}{other}: {sizes}{slices}"
 
 
 def facts(scene: Scene) -> list[tuple[str, str]]:
@@ -124,13 +124,14 @@ def notes(scene: Scene) -> list[str]:
     return lines
 
 
-def summary(scene: Scene, mark: str = "\u22ef") -> Iterator[str]:
+def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
     """The lines above a picture: its figures, such as ``total 25.5, bubble 0%, peak 4
-    microbatches``, and what is not drawn, at ``mark``.
+    microbatches``, and what is not drawn, at ``mark``. The peaks of up to ``most`` ranks are
+    listed, for pictures that have none beside the lanes.
     """
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene) for lane in scene.lanes]
-    if len(set(peaks)) > 1 and len(peaks) <= 16:
+    if len(set(peaks)) > 1 and len(peaks) <= most:
         text += f", by rank: {', '.join(peaks)}"
     yield text
     if fold := scene.fold:
@@ -193,8 +194,7 @@ def step_of(least: float) -> float:
     (5.0, 0.05, 100.0)
     """
     power = 10.0 ** floor(log10(least))
-    steps = [power, 2 * power, 5 * power, 10 * power]
-    return next(step for step in steps if step >= least * (1 - 1e-9))
+    return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
 
 
 # ---- legends ----
@@ -205,18 +205,18 @@ Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and the
 
 
 def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
-    """The kinds of work that occur, and the paler shades of one, unless ``merged``."""
+    """The kinds of work that occur, and the next paler shade of each, unless ``merged``."""
     used = {key[0] + "0" if merged else key for scene in scenes for key in scene.colours}
-    paler: tuple[str, ...] = ()
+    paler: list[str] = []
     for op, kind in KINDS.items():
         first, *others = sorted(key for key in used if key[0] == op) or [""]
         if first:
             yield (first,), kind.name
         elif any(op in scene.ops for scene in scenes):
             yield (), f"{op}: {kind.name}"
-        paler = paler or tuple(others)
+        paler += others[:1]
     if paler:
-        yield paler, PALER
+        yield tuple(paler), PALER
 
 
 def tints(scene: Scene) -> Iterator[Entry]:
@@ -236,12 +236,12 @@ def tints(scene: Scene) -> Iterator[Entry]:
             yield tuple(sorted(used)), meaning
 
 
-def legend(scenes: Scenes, look: Look, dense: bool) -> Iterator[Entry]:
+def legend(scenes: Scenes, look: Look, dense: bool, named: float = 0.0) -> Iterator[Entry]:
     """The legend of a picture; in a ``dense`` one shares of time are drawn instead of
-    actions.
+    actions. ``named`` is how wide bars with names are; no bar has one if that is infinite.
     """
     yield from kinds(scenes, dense)
-    if any(scene.against and scene.shades == 2 for scene in scenes):
+    if named < inf and any(scene.against and scene.shades == 2 for scene in scenes):
         yield (), SMALL
     if dense:
         yield (), "height: share of the time"

@@ -260,11 +260,10 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
     def line(tag: str, cells: Sequence[object]) -> str:
         shown = (cell.html if isinstance(cell, Cell) else escape(str(cell)) for cell in cells)
-        ends = (
-            f' style="padding-right:1em;text-align:{side}"'
-            for side in sides or ["left"] * len(cells)
+        return "".join(
+            f'<{tag} style="padding-right:1em;text-align:{side}">{text}</{tag}>'
+            for side, text in zip(sides or ["left"] * len(cells), shown, strict=True)
         )
-        return "".join(f"<{tag}{end}>{text}</{tag}>" for end, text in zip(ends, shown, strict=True))
 
     lines = [line("th", head), *(line("td", row) for row in body)]
     return f"<table>{''.join(f'<tr>{text}</tr>' for text in lines)}</table>"

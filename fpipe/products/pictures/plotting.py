@@ -28,15 +28,14 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import wrapped
-from .scene import Look, Points, Scene, Scenes, has_curves
+from .scene import Look, Scene, Scenes, has_curves
 from .shapes import CURVE, GAP, PALE, Frame, Label, Rect, frame, natural_size, shapes
 
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
 FOOT = 70.0  #: pixels below the last scene
-PAPER_HEADING = 26.0  #: above each, in the style "paper"
 LINE = 13.0  #: of the text above a scene
 LEFT, RIGHT = 48.0, 10.0  #: pixels beside the lanes
-LETTERS = 1.12  #: how much wider than ``text_width`` the letters of matplotlib are
+LETTERS = 1.1  #: how much wider than ``text_width`` the letters of matplotlib are
 
 
 def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
@@ -86,17 +85,18 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look) -> Axes:
     return figure.add_axes((*corner, width / wide, height / high))
 
 
-def _heading(scene: Scene, width: float) -> list[str]:
-    """The lines above a scene."""
+def _heading(scene: Scene, look: Look, width: float) -> list[str]:
+    """The lines above a scene; for a paper its name, total and bubble."""
     texts = [labels.title(scene), *labels.summary(scene), *labels.notes(scene)]
+    if look.paper:
+        texts = [f"{scene.name}: {', '.join(map(' '.join, labels.facts(scene)[:2]))}"]
     return [line for text in texts for line in wrapped(text, 13, width)]
 
 
 def _above(scenes: Scenes, look: Look, width: float) -> float:
     """Pixels between scenes."""
-    if look.paper:
-        return PAPER_HEADING
-    return 30 + LINE * max(len(_heading(scene, width)) for scene in scenes)
+    lines = max(len(_heading(scene, look, width)) for scene in scenes)
+    return (13 if look.paper else 30) + LINE * lines
 
 
 def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
@@ -119,7 +119,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     y = 0.0
     for scene in scenes:
         axes.axhspan(y - above / f.pitch, y, color=colours["paper"])  # over the grid
-        title, *notes = [scene.name] if look.paper else _heading(scene, width)
+        title, *notes = _heading(scene, look, width)
         write(axes, notes, y, 0, color=colours["ink"], fontsize=font)
         if len(scenes) > 1 or not look.paper:
             size = font if look.paper else 10
@@ -145,7 +145,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     if not look.paper:
         _label(axes.secondary_yaxis("right"), beside, colours["faint"], font)
-    entries = labels.legend(scenes, look, f.dense)
+    entries = labels.legend(scenes, look, f.dense, f.named)
     _legend(axes, entries, colours, height, font)
     return axes
 
@@ -189,7 +189,6 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
         else:
             times, heights = zip(*(place(*point) for point in shape.points), strict=True)
             colour = colours[shape.colour]
-            is_curve = shape.colour == "curve"
             axes.fill_between(
                 times,
                 heights,
@@ -199,13 +198,12 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
                 facecolor=colour,
                 alpha=PALE.get(shape.colour),
             )
-            if is_curve:
+            if shape.colour == "curve":
                 axes.step(times, heights, where="post", color=colour, linewidth=0.6)
-    corners: list[Points] = []
-    for start, end, top, height, *_ in boxes:
-        low = place(start, top)
-        high = place(end, top + height)
-        corners.append([low, (high[0], low[1]), high, (low[0], high[1])])
+    corners = [
+        [place(*corner) for corner in ((a, top), (b, top), (b, top + high), (a, top + high))]
+        for a, b, top, high, *_ in boxes
+    ]
     rectangles = PolyCollection(
         corners,
         facecolors=[colours[box.colour] for box in boxes],

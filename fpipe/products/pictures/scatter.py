@@ -135,7 +135,7 @@ def _draw(
     axes.set(
         xlim=(0, right),
         ylim=(foot, top),
-        xlabel=_wrapped(f"memory: the most that a rank holds, in {held}", width - 80),
+        xlabel="\n".join(wrapped(f"memory: the most that a rank holds, in {held}", 13, width - 80)),
         ylabel="total: the time of a step",
     )
     if heading:
@@ -183,7 +183,7 @@ def _write(
     ground = {"facecolor": colours["paper"], "linewidth": 0, "pad": 0.5}
     for (other, left, y), group in sorted(names.items()):
         colour = colours["faint" if other else "ink"]
-        label = _wrapped(", ".join(group), space)
+        label = "\n".join(wrapped(", ".join(group), 13, space))
         text = axes.text(-left, y, label, ha="center", va="center", color=colour)
         size = text.get_window_extent()
         ways = WAYS if other else WAYS[::-1]
@@ -224,10 +224,6 @@ def _beside(
         return 3 * box.count_overlaps(taken) + 2 * crossed + 99 * (not is_inside)
 
     return min(places, key=over)
-
-
-def _wrapped(text: str, space: float) -> str:
-    return "\n".join(wrapped(text, 13, space))
 
 
 def _dark() -> str:

@@ -49,10 +49,11 @@ class Look:
 
     ``dark`` is None for a picture that follows its reader, or light where a format cannot.
     ``width`` is in pixels; by default it follows from the length of the timeline. ``paper`` is for
-    the column of a paper: no header, and letters of 7 points or more.
+    the column of a paper: no header, no memory unless it is asked for, and letters of 7 points or
+    more.
     """
 
-    memory: bool = True
+    memory: bool | None = None
     difference: bool = False
     dark: bool | None = None
     width: float | None = None
@@ -198,7 +199,8 @@ Scenes: TypeAlias = Sequence[Scene]
 
 def has_curves(scenes: Scenes, look: Look) -> bool:
     """Whether memory curves are drawn."""
-    return look.memory and any(scene.peak for scene in scenes)
+    shown = not look.paper if look.memory is None else look.memory
+    return shown and any(scene.peak for scene in scenes)
 
 
 def scenes(timelines: Timelines, difference: bool = False) -> Scenes:

@@ -27,8 +27,8 @@ CURVE = 0.45  # the height of a memory curve, in lanes
 CELL = 26  # with whole names
 COLUMN = 640  # a page has a column of about 700
 TIGHT = 15  # with short names
-WIDER = 1062  # a page of 1150
-SMALLEST = 7.0  # letters
+WIDER = 1400  # a window of 1440 shows all of it
+SMALLEST = 8.0  # letters
 PAPER_LETTERS = 7 * 96 / 72  # the smallest that conferences accept
 PALE = {"curve": 0.45}  # what is not opaque
 FINE = 4  # a stripe
@@ -120,8 +120,8 @@ def frame(
     least = PAPER_LETTERS * letters if look.paper else SMALLEST
     short = 1 + bool(scenes[-1].against)  # numbers; and letters, where colours are shifts
     for detail in (3, short):  # the fullest names that fit into a short bar
-        longest = widest_name(scenes, detail)
-        size = min(space / longest, 12.0)
+        longest = widest_name(scenes, detail) - 0.1 * look.paper
+        size = min(space / longest, least if look.paper else 12.0)
         if size >= (max(least, 9.5) if detail == 3 else least):
             break
     else:  # of several scenes none has names then, of one the kinds with long bars
@@ -129,8 +129,8 @@ def frame(
         named = inf if scenes[1:] else size * longest
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     dense = min(scene.mean for scene in scenes) * scale < (PAPER_CELL if look.paper else LEAST_CELL)
-    sizes = size / letters, letters, hints, least / letters, named
-    return Frame(scale, lane, curve, detail, *sizes, dense)
+    least /= letters
+    return Frame(scale, lane, curve, detail, size / letters, letters, hints, least, named, dense)
 
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
@@ -173,8 +173,10 @@ def envelope(curve: Points, length: float) -> Points:
     >>> envelope([(0, 1), (1, 2), (2, 1), (9, 0)], 4)
     [(0, 2), (8, 0)]
     """
-    groups = groupby(curve, lambda point: int(point[0] / length))
-    return [(at * length, max(amount for _, amount in group)) for at, group in groups]
+    return [
+        (at * length, max(amount for _, amount in group))
+        for at, group in groupby(curve, lambda point: int(point[0] / length))
+    ]
 
 
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
@@ -185,7 +187,8 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
     if fold := scene.fold:
         at = (fold.start + fold.end) / 2
         room = fold.gap * f.scale
-        yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "paper", room)
+        yield Rect(fold.start, fold.end, y, f.pitch, "faint")
+        yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "faint", room)
     for bar in lane.bars:
         if scene.is_hidden(bar.start) and scene.is_hidden(bar.end):
             continue

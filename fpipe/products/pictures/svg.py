@@ -64,11 +64,11 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     shades = max(scene.shades for scene in scenes)
     scope = f"#{number} " if inline else ""
     style = "".join(_style(body, shades, look.dark, scope))
-    title = _clean("; ".join(scene.name for scene in scenes))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
         f'viewBox="0 0 {sheet.right:g} {height:g}" font-family="{FONT}" role="img" {place}>\n'
-        f"<title>{title}</title>\n<style>{style}</style>\n{body}"
+        f"<title>{_clean('; '.join(scene.name for scene in scenes))}</title>\n"
+        f"<style>{style}</style>\n{body}"
     )
 
 
@@ -79,7 +79,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     y: float = EDGE
     for scene in scenes:
         lines = [(labels.title(scene), 15 if sheet.short else 17, 20, "ink b")]
-        notes = (*labels.summary(scene), *labels.notes(scene))
+        notes = (*labels.summary(scene, most=16 * sheet.short), *labels.notes(scene))
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
             wide = BOLD * size if kind == "ink b" else size
@@ -154,7 +154,7 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
-    for colours, content in labels.legend(scenes, look, sheet.frame.dense):
+    for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.named):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
         if x > first and (x + wide > sheet.right - 5 or colours == ("warmup",)):
@@ -214,8 +214,8 @@ def _style(body: str, shades: int, dark: bool | None, scope: str) -> Iterator[st
         for kind in used:
             fill = colours[kind] if kind in colours else ink(colours[kind[:-1]])
             yield f"{scope}.{kind}{{fill:{fill}}}"
-        line = f"fill-opacity:{PALE['curve']};stroke:{colours['curve']}"
-        yield f"{scope}.curve{{{line};stroke-width:.8}}"
+        yield f"{scope}.curve{{stroke-width:.8;stroke:{colours['curve']};"
+        yield f"fill-opacity:{PALE['curve']}}}"
 
     yield f"{scope}text{{pointer-events:none}}{scope}.b{{font-weight:600}}"
     yield f"{scope}.m{{text-anchor:middle}}{scope}.e{{text-anchor:end}}"

@@ -75,7 +75,7 @@ def paint(
         for scene, rows in zip(scenes, drawn, strict=True):
             if first == 0:
                 notes = () if lanes else labels.notes(scene)
-                for line in (labels.title(scene), *labels.summary(scene, FOLDED), *notes):
+                for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
                 text.append(axis)
             elif len(scenes) > 1:
@@ -177,13 +177,7 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
         return _overview(lane, layout)
-    mark = ""
-    fill = "-"
-    idle = "."
-    if layout.colours:
-        mark = "▏"
-        fill = " "
-        idle = " "
+    mark, fill, idle = "▏  " if layout.colours else ("", *"-.")
     row = _cells(idle * (layout.columns * layout.panels))
     for bar in lane.bars:
         start = layout.column(bar.start)
@@ -257,10 +251,12 @@ def _legend(
         entries += [entry for scene in scenes for entry in labels.tints(scene)]
     items: list[list[Cell]] = []
     for keys, text in entries:
-        letter = keys[0][0] if keys and keys[0][0] in OPS else " "
-        swatch = [cell for key in keys for cell in _cells(f"{letter} ", key)]
+        swatch = [
+            cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
+        ]
         if keys and not layout.colours:
-            swatch = _cells(letter if letter != " " else ENDS[int(keys[0][1:])])
+            op, shade = keys[0]
+            swatch = _cells(op if op in OPS else ENDS[int(shade)])
         items.append(swatch + _cells(f" {text}"))
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:

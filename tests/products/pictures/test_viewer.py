@@ -419,6 +419,24 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
 
+def test_names_in_a_difference_have_letters_small_ones_for_the_other_stage(
+    browser: Any, tmp_path: Path
+):
+    """Boxes had microbatches alone, and their colours do not tell F from W there."""
+    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
+    second.save(tmp_path / "a.html", against=first)
+    page = browser.new_page(viewport={"width": 1200, "height": 700})
+    page.goto((tmp_path / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    shorts = "fpipe.state.scenes[1].lanes[0].parts_.flat().map((part) => part.short)"
+    assert {"F0", "f0", "I0", "i0", "W0", "w0"} <= {*page.evaluate(shorts)}
+    assert "small letters: a rank's other stage" in page.inner_text("#legend")
+    page.set_viewport_size({"width": 390, "height": 844})  # names do not fit
+    page.evaluate("() => fpipe.paint()")
+    assert "small letters" not in page.inner_text("#legend")
+    page.close()
+
+
 @pytest.mark.parametrize("name", ["ZBV", "DualPipeV", "Seq1F1B"])
 def test_the_page_has_the_times_of_the_timeline(view: Open, name: str):
     t = make_schedule(name, 4, 10).simulate(Costs.parse("comm=0.3,I=1.1,overlap=2.7,send=0.07"))
@@ -448,7 +466,7 @@ def test_the_page_has_the_times_of_the_timeline(view: Open, name: str):
 def test_a_phone_shows_lanes_and_nothing_beyond_its_width(view: Open, size: tuple[int, int]):
     page = view(make_schedule("ZBV", *size).simulate(), make_schedule("1F1B", *size).simulate())
     page.set_viewport_size({"width": 390, "height": 800})
-    page.evaluate("fpipe.paint()")
+    page.evaluate("() => fpipe.paint()")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     lanes = page.locator("#lanes").bounding_box()
     assert lanes["height"] > 200 and lanes["x"] + lanes["width"] <= 390
@@ -500,7 +518,7 @@ def test_on_a_phone_the_notes_fold(view: Open):
     shown = lambda: [page.locator(where).first.is_visible() for where in ("#legend", "#figures p")]
     assert shown() == [True, True] and not page.locator("#more").is_visible()
     page.set_viewport_size({"width": 390, "height": 844})
-    assert shown() == [True, False]
+    assert shown() == [True, False] and not page.locator("#messages").is_visible()
     page.click("#more")
-    assert shown() == [True, True]
+    assert shown() == [True, True] and page.locator("#messages").is_visible()
     assert page.get_attribute("#more", "aria-expanded") == "true"

@@ -10,9 +10,12 @@ async function inflate(text) {
 }
 
 function unpack(raw) {
+  const letters = raw.scenes.some((scene) => scene.tints.length);  // names have them where colours are shifts
   for (const scene of raw.scenes) {
+    scene.letters = letters;
+    scene.small = scene.tints.length > 0 && Math.max(...scene.codes.map(([, , kind]) => +kind.slice(1))) === 1;
     const index = new Map(scene.palette.map((entry, k) => [entry.key, k]));
-    scene.codes = scene.codes.map(([text, key]) => [text, index.get(key)]);
+    scene.codes = scene.codes.map(([text, key, kind]) => [text, index.get(key), kind]);
     scene.lanes.forEach((lane, rank) => unpackLane(scene, lane, rank));
     finish(scene);
   }
@@ -44,7 +47,7 @@ function sums(differences) {
 function unpackLane(scene, lane, rank) {
   const times = (differences) => sums(differences).map((time) => time / scene.scale);
   const units = sums(lane.units), count = lane.start.length;
-  lane.rank = rank;
+  Object.assign(lane, {rank, letters: scene.letters, small: new Set()});  // stages with small letters
   lane.start = Float64Array.from(times(lane.start));
   lane.end = Float64Array.from(times(lane.end));
   lane.names = new Array(count);
@@ -53,7 +56,8 @@ function unpackLane(scene, lane, rank) {
   for (let k = 0, p = 0; k < count; k++) {
     let name = "";
     for (let part = 0; part < lane.parts[k]; part++, p++) {
-      const [text, colour] = scene.codes[lane.codes[p]], unit = units[p];
+      const [text, colour, kind] = scene.codes[lane.codes[p]], unit = units[p];
+      if (scene.small && kind.endsWith("1")) lane.small.add(parseInt(text, 10));
       const suffix = scene.slices > 1 ? `${Math.floor(unit / scene.slices)}.${unit % scene.slices}` : unit;
       name += (part ? ";" : "") + text + suffix;
       if (part === 0) lane.colour[2 * k] = lane.colour[2 * k + 1] = colour;
@@ -74,7 +78,8 @@ function unpackLane(scene, lane, rank) {
 function partsOf(lane, index) {
   return lane.parts_[index] ??= lane.names[index].split(";").map((name) => {
     const [, stage, op, microbatch] = name.match(/^(\d+)([FBIW])([\d.]+)$/);
-    return {name, stage: +stage, op, microbatch};
+    const letter = !lane.letters ? "" : lane.small.has(+stage) ? op.toLowerCase() : op;
+    return {name, stage: +stage, op, microbatch, short: letter + microbatch};
   });
 }
 

@@ -1,6 +1,6 @@
 // How the lanes, the axis, the memory curves and the overview are drawn on their canvases. Nothing here reacts.
 
-const AXIS = 26, TITLE = 28, GROUP = 20;
+const AXIS = 26, TITLE = 28, GROUP = 20, LEAST = 8;  // of letters
 let GUTTER = 172;  // left of the lanes; narrow on a phone
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 let theme = {};
@@ -180,13 +180,13 @@ function matchesOf(state, lane) {
 // microbatch, 2 all have it, 1 stage and op over it, 0 the whole name.
 function formOf(pen, state, view, bar) {
   for (const scene of state.scenes) {
-    scene.widths ??= [(name) => name, (name) => name.match(/^0+\D/)[0], (name) => name.replace(/^0+\D/, "")]
+    scene.widths ??= [(name) => name, (name) => name.match(/^0+\D/)[0], (name) => name.replace(scene.letters ? /^0+/ : /^0+\D/, "")]
       .map((cut) => Math.max(...scene.forms.map((name) => widthOf(pen, cut(name)))));
   }
   const size = (...cuts) => Math.min(...state.scenes.map((scene) => (scene.cell * view.scale - 2) / Math.max(...cuts.map((cut) => scene.widths[cut]))));
   if (size(0) >= 9) return [0, Math.min(size(0), 11.5, bar - 3)];
   if (size(1, 2) >= 9 && bar >= 28) return [1, 9];
-  return [size(2) >= 7 ? 2 : 3, Math.min(Math.max(size(2), 7), 11.5, bar - 3)];
+  return [size(2) >= LEAST ? 2 : 3, Math.min(Math.max(size(2), LEAST), 11.5, bar - 3)];
 }
 
 function paintBars(pen, lane, scene, first, last, y, row, view, state) {
@@ -194,6 +194,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
   pen.font = `10px ${FONT}`;
   pen.textAlign = "center";
   const [form, size] = formOf(pen, state, view, row.bar);
+  state.form = form;
   let now = 10;
   const write = (text, letters, x, y) => {
     if (letters !== now) pen.font = `${now = letters}px ${FONT}`;
@@ -222,7 +223,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
         write(part.name, letters, middle, half + 0.5);
       } else {  // a shorter bar than others
         const number = form === 2 ? letters : Math.min(11.5, high, (wide - 1) / scene.widths[2]);
-        if (number >= 7 && fits(part.microbatch) && (form < 3 || state.scenes.length === 1)) write(part.microbatch, number, middle, half + 0.5);
+        if (number >= LEAST && fits(part.short) && (form < 3 || state.scenes.length === 1)) write(part.short, number, middle, half + 0.5);
       }
     }
   }

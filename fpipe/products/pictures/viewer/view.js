@@ -45,8 +45,9 @@ function paintNow() {
   mapView = paintMap(map, state);
   view = paintLanes(lanes, state);
   const dense = state.rows.some((row) => row.dense);
-  if (dense !== state.dense) {
-    state.dense = dense;
+  const shown = `${dense} ${state.form}`;  // what the legend explains
+  if (shown !== state.shown) {
+    Object.assign(state, {dense, shown});
     legend();
   }
   if (mouse && !drag) hover(mouse.x, mouse.y, false);  // the box follows what is under the mouse
@@ -344,7 +345,7 @@ function legend() {
   const {scenes} = state, items = [];
   const plain = scenes.filter((scene) => !scene.tints?.length);
   const widest = plain.reduce((a, b) => b.shades > a.shades ? b : a);
-  let paler = [];
+  const paler = [];
   const swatch = (colours, kind, word) => {
     const span = document.createElement("span"), box = element("i", "", kind);
     for (const [colour, ink, letter] of colours) {
@@ -365,9 +366,10 @@ function legend() {
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
     const [entry, ...others] = scene.keys.filter((one) => one.key[0] === op).map(paintOf).map(({colour, ink}) => [colour, ink, op]);
     swatch([entry], "", WORDS[op]);
-    if (!paler.length) paler = others;
+    paler.push(...others.slice(0, 1));
   }
   if (paler.length) swatch(paler, "", "paler: other stages");
+  if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   for (const scene of scenes) {
