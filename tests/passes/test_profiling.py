@@ -268,8 +268,11 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     text = found["text"]
     assert max(map(len, text.splitlines())) <= 80
     assert any(re.fullmatch(r" +%( +[\d.]+%)+", line) for line in text.splitlines())
-    first, *_, last = (part.replace("\n", " ") for part in text.split("\n\n"))
-    assert re.search(r"%\) with mean times alone; bubble [\d.]+%$", first)
+    first, about, _, times, *_, last = (part.replace("\n", " ") for part in text.split("\n\n"))
+    assert re.match(r"measured [\d.]+ ms, bubble [\d.]+%, whole step [\d.]+ ms simulated ", first)
+    assert first.endswith("% of the measured time")
+    assert about.startswith("The measured time is from the start of the first action")
+    assert "waiting: for messages that have not arrived" in times
     assert re.match("Rank 1 computes \\d+ ms longer than the other ranks in every step", last)
 
 
@@ -334,7 +337,7 @@ def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.
     busy = sum(step.timeline.busy)
     at_once = fpipe.make_schedule("GPipe", 4, 4).simulate().total / 48  # of all work
     assert step.simulated.total == pytest.approx(at_once * busy, rel=0.25)
-    assert f"{1e3 * step.timeline.total:.2f} ms, ranks in turn; simulated" in str(step)
+    assert f"{1e3 * step.timeline.total:.2f} ms, ranks in turn\nsimulated" in str(step)
     assert fpipe.measure_costs(pipe, *arguments, steps=1).comm == 0
 
 
@@ -493,6 +496,7 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
     head = next(line for line in str(step).splitlines() if line.startswith("stage "))
     assert head.split() == ["stage", *kinds.split()]
     assert "\n\nThe ranks ran in turn, in one process" in str(step)
+    assert ("\n-: none" in str(step)) == (name == "ZBH1"), "stage 0 has no I"
     assert repr(step).startswith("Profile(1 step, the median one: measured ")
 
 

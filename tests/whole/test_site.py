@@ -71,6 +71,12 @@ FIRST = {
     "huggingface": "howto/huggingface.html",
     "explorer": "explorer.html",
     "deadlock": "howto/hang.html",
+    "deadlocks": "howto/hang.html",
+    "detect deadlock": "howto/hang.html",
+    "schedule deadlock": "howto/hang.html",
+    "gradient clipping": "howto/training.html#clipping",
+    "clip gradients": "howto/training.html#clipping",
+    "clip gradient norm": "howto/training.html#clipping",
     "checkpoint": "howto/checkpoints.html",
 }
 

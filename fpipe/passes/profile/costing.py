@@ -27,6 +27,33 @@ _HANDLES = frozenset(("RECV", "SETTLE"))
 _WORK: dict[str, str] = {"WAIT": "waiting", "SEND": "sending"}
 _WORK |= dict.fromkeys(_COMPUTES, "programs") | dict.fromkeys(_HANDLES, "posting")
 
+#: What the times of a profile are, by whether its ranks ran in turn.
+ABOUT = (
+    """\
+The measured time is from the start of the first action of all ranks to the end of the last one; the
+whole step has also what is before and after. A simulated action takes the mean time of its kind on
+its stage.""",
+    """\
+The ranks ran in turn, in one process: the measured time is that of all of them, one after the
+other. In the simulation they run at once. A simulated action takes the mean time of its kind on its
+stage.""",
+)
+
+#: What the heads and cells of a profile's tables say.
+MEANINGS = """\
+F: forward
+B: backward
+I: the part of a backward that computes gradients of inputs
+W: the part that computes gradients of weights
+-: none
+posting: announcing receives to the backend, and completing sends
+programs: actions, and sums of gradients
+sending: handing messages to the backend
+waiting: for messages that have not arrived
+the rest: other instructions, such as reductions over copies
+between: no instruction, the loop of the runner
+%: share of the time of all ranks"""
+
 #: How a rank spends its own time, for which others may wait, and how that is said.
 _OWN = {
     "start": "starts {} late",
@@ -233,8 +260,8 @@ def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
     if share(which) < _LEAST:
         return f"No rank makes the others wait for {_LEAST:.0%} of a whole step."
     time = median(excess[which])
-    when = "every step" if min(excess[which]) > time / 2 else "most steps"
     return (
-        f"Rank {rank} {_OWN[kind].format(f'{1e3 * time:.0f} ms')} in {when}; the others wait for "
+        f"Rank {rank} {_OWN[kind].format(f'{1e3 * time:.0f} ms')} in "
+        f"{'every step' if min(excess[which]) > time / 2 else 'most steps'}; the others wait for "
         f"it, {share(which):.1%} of a whole step of {1e3 * whole:.2f} ms."
     )

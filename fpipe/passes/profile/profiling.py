@@ -9,11 +9,12 @@ simulated. Knows pipelines and recorded events; no backend.
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
+from itertools import chain, count
 from os import PathLike
 from statistics import median
 from textwrap import fill
@@ -34,7 +35,7 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import costs, late, length, shares, timeline
+from .costing import ABOUT, MEANINGS, costs, late, length, shares, timeline
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -94,34 +95,31 @@ class Profile:
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
         median_of = f"<p>The median of {counted(len(self.runs), 'step')}: {self._headline}</p>"
-        body = [median_of, pictures.figure(self._drawn)]
-        for title, (head, *rows) in self._tables.items():
-            body.append(f"<p>{title}</p>{pictures.table(head, rows)}")
+        body = [median_of, f"<p>{ABOUT[self.in_turn]}</p>", pictures.figure(self._drawn)]
+        for title, rows in self._tables.items():
+            table = pictures.table(rows[0], rows[1:])
+            body.append(f"<p>{title}</p>{table}<p>{'<br/>'.join(_meanings(rows))}</p>")
         body += [f"<p>{escape(line)}</p>" for line in self._sentences]
         return "".join(body)
 
     @property
     def _headline(self) -> str:
-        real, predicted = self.timeline, self.simulated
-        took = f"measured {1e3 * real.total:.2f} ms"
-        whole = f"{1e3 * length(self._median):.2f} ms"
-        would = f"simulated {1e3 * predicted.total:.2f} ms"
+        real, would = self.timeline, self.simulated
         if self.in_turn:
             return (
-                f"{took}, ranks in turn; {would}, ranks at once, with mean times alone; "
-                f"bubble {predicted.bubble:.1%}"
+                f"measured {1e3 * real.total:.2f} ms, ranks in turn; simulated "
+                f"{1e3 * would.total:.2f} ms, ranks at once, bubble {would.bubble:.1%}"
             )
-        if whole not in took:
-            took += f" ({whole} with what is before and after actions)"
         return (
-            f"{took}; {would} ({predicted.total / real.total:.1%}) with mean times alone; "
-            f"bubble {real.bubble:.1%}"
+            f"measured {1e3 * real.total:.2f} ms, bubble {real.bubble:.1%}, whole step "
+            f"{1e3 * length(self._median):.2f} ms; simulated {1e3 * would.total:.2f} ms, "
+            f"{would.total / real.total:.1%} of the measured time"
         )
 
     @property
     def _drawn(self) -> list[Timeline]:
         """Of ranks in turn the simulation alone: their waiting is for the turns of others."""
-        return [self.simulated] if self.in_turn else [self.simulated, self.timeline]
+        return [self.simulated, self.timeline][: 2 - self.in_turn]
 
     # ---- figures ----
     @property
@@ -201,9 +199,9 @@ class Profile:
     def __str__(self) -> str:
         if not self.runs:
             return repr(self)
-        lines = [fill(self._headline, 80)]
+        lines = [self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
         for title, rows in self._tables.items():
-            lines += ["", title, *product("pictures").aligned(rows)]
+            lines += ["", title, *product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])
 
     @property
@@ -212,31 +210,28 @@ class Profile:
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
         price = self._price
         columns = {op: getattr(price, op) for op in OPS if op in ran}
-        stages: list[Sequence[object]] = [("stage", *columns)]
-        for stage, times in enumerate(zip(*columns.values(), strict=True)):
-            stages.append((stage, *(f"{1e3 * time:.3f}" for time in times)))
         parts = [shares(run) for run in self._median]
-        names = dict.fromkeys(name for part in parts for name in part)
+        sums = {name: sum(part[name] for part in parts) for name in dict.fromkeys(chain(*parts))}
         if self.in_turn:
-            names.pop("waiting", None)  # for the turns of others
-        ranks: list[Sequence[object]] = [("rank", *names)]
-        for rank, part in enumerate(parts):
-            ranks.append((rank, *(f"{1e3 * part[name]:.3f}" for name in names)))
-        sums = [sum(part[name] for part in parts) for name in names]
-        ranks.append(("%", *(f"{time / sum(sums):.1%}" for time in sums)))
+            sums.pop("waiting", None)  # for the turns of others
+        whole = sum(sums.values())
+        seen = {name: f"{sums[name] / whole:.1%}" for name in sums if sums[name] >= 5e-4 * whole}
+        of_ranks = ([part[name] for name in seen] for part in parts)
         return {
-            "What actions of the step take by stage, mean times in ms": stages,
-            "What the time of each rank is, in ms, and of all ranks in %": ranks,
+            "What actions take by stage, mean times in ms": [
+                ("stage", *columns),
+                *map(_in_ms, count(), zip(*columns.values(), strict=True)),
+            ],
+            "What the time of each rank is, in ms": [
+                ("rank", *seen),
+                *map(_in_ms, count(), of_ranks),
+                ("%", *seen.values()),
+            ],
         }
 
     @property
     def _sentences(self) -> Iterator[str]:
-        if self.in_turn:
-            yield (
-                "The ranks ran in turn, in one process: the measured time is that of all of them, "
-                "with what surrounds their actions; the simulation is of ranks at once."
-            )
-        else:
+        if not self.in_turn:
             price = self._price
             figures = price.boundary, price.send, price.comm, price.receive
             links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
@@ -284,6 +279,16 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
     's'
     """
     return Profile(step, name=name)
+
+
+def _in_ms(number: int, times: Iterable[float]) -> Sequence[object]:
+    """A row of a table of seconds."""
+    return number, *(f"{1e3 * time:.3f}" if time else "-" for time in times)
+
+
+def _meanings(rows: Sequence[Sequence[object]]) -> list[str]:
+    """The lines about what these rows have."""
+    return [line for line in MEANINGS.splitlines() if line.partition(":")[0] in chain(*rows)]
 
 
 def _actions(runs: Sequence[Run]) -> list[tuple[tuple[str, Action | None], ...]]:
@@ -336,9 +341,9 @@ class Measuring:
         self.pipe = pipe
         self._figures = pipe.plan(params, x, *targets, **side).figures
         schedule = pipe.schedule(pipe.call("grad", params, x, targets, side).microbatches)
-        variants = [pipe.under(variant) for variant in (whole(schedule), split(schedule))]
         steps = [
-            partial(value_and_grad(variant), params, x, *targets, **side) for variant in variants
+            partial(value_and_grad(pipe.under(variant)), params, x, *targets, **side)
+            for variant in (whole(schedule), split(schedule))
         ]
         for step in steps * 2:  # the first call traces, the second allocates memory
             step()

@@ -10,7 +10,7 @@ meaning of the times is left to ``costing``.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -207,9 +207,7 @@ def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run
     """
     reports = group.gather_objects((differences(group), local))
     ahead: list[float] = reports[0][0]
-    by_rank: dict[int, Sequence[Run]] = {}
-    for _, part in reports:
-        by_rank |= part
+    by_rank = ChainMap(*(part for _, part in reports))
     if len({len(runs) for runs in by_rank.values()}) != 1 or len(by_rank) != group.size:
         counts = ", ".join(f"rank {rank}: {len(runs)}" for rank, runs in sorted(by_rank.items()))
         raise FpipeError(

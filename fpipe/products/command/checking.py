@@ -20,6 +20,7 @@ from ...generators import about_schedule
 from .. import pictures
 from ..search import comparison
 from ..search.memory_limit import limits
+from ..search.problem import ALMOST
 from ..search.solve import Kind, solve as solve_schedule
 from . import options
 from .options import INVALID, json_option, option, print_json, report_error, usage_error
@@ -43,18 +44,14 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json
         print_json(results)
     else:
         for result in results:
-            _print_result(**result)
+            if result["good"]:
+                counts = [f"{value} {name}" for name, value in [*result.items()][2:]]
+                click.echo(f"{result['file']}: good: {', '.join(counts)}")
+            else:
+                report_error(f"{result['file']}: {result['error']}", INVALID)
     if all(result["good"] for result in results):
         return 0
     return INVALID
-
-
-def _print_result(file: str, good: bool, error: str = "", **counts: object) -> None:
-    if good:
-        listed = ", ".join(f"{value} {name}" for name, value in counts.items())
-        click.echo(f"{file}: good: {listed}")
-    else:
-        report_error(f"{file}: {error}", INVALID)
 
 
 def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:
@@ -71,7 +68,7 @@ def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]
     except ScheduleError as error:
         place = {"rank": error.rank, "position": error.position, "rule": error.rule}
         return {"file": file, "good": False, "error": str(error), **place}
-    names = ["ranks", "stages", "microbatches", *(["slices"] if schedule.slices > 1 else [])]
+    names = ["ranks", "stages", "microbatches", "slices"][: 3 + (schedule.slices > 1)]
     counted = {name: getattr(schedule, name) for name in names}
     return {"file": file, "good": True, **counted, "actions": sum(map(len, schedule))}
 
@@ -102,7 +99,8 @@ total: time of a step, from the first start to the last end of all ranks
 bubble: idle share, 1 - work / span; the span is the longest time of one rank
 memory: the fullest rank's peak{}
 * is the best of a column{}
-take: of equal totals the fewest weights, the least memory, the least bubble"""
+take: the least total; ties are broken by the fewest weights, the least memory,
+  then the least bubble"""
 
 
 def _one(price: Costs, per: Per) -> str:
@@ -203,11 +201,17 @@ _NONE = "no named schedule holds at most {:.6g}"
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
         return f"\n{_NONE.format(limit)}; give more, or try fpipe solve --memory {limit:.6g}"
-    within = "" if limit == inf else f" within memory {limit:.6g}"
     return (
-        f"\ntake {chosen.name}, the shortest step{within}: total {chosen.total:.6g}, bubble "
-        f"{chosen.bubble:.2%}, memory {chosen.memory:.6g}"
+        f"\ntake {chosen.name}, the shortest step{f' within memory {limit:.6g}' * (limit < inf)}: "
+        f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
     )
+
+
+_MEANINGS = """
+span: the longest time of one rank, from its first action to its last
+total: from the first start to the last end of all ranks; it exceeds the span if
+  no rank is both the first to start and the last to end
+memory: the fullest rank's peak{}"""
 
 
 @click.command()
@@ -233,9 +237,10 @@ def solve(
 ) -> None:
     """Search for the schedule with the least span for costs and memory; --out writes it.
 
-    The span is the longest time of a rank from its first action to its last, and decides where
-    steps follow each other. The gap is by how much it exceeds what no schedule can be below. Of
-    equal spans the least total and then the least memory count. Ctrl-C ends the search.
+    The span is the longest time of a rank from its first action to its last: the time of a step
+    where steps follow each other. The gap is how far it is above a bound that no schedule can be
+    below; without a gap the schedule is optimal. Ties are broken by the least total, then by the
+    least memory. Ctrl-C ends the search.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
@@ -252,22 +257,21 @@ def solve(
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     [limit] = limits(memory, 1, price)
     taken = comparison.take(entries, limit)
+    solved = t.span, t.total, max(t.peak_bytes)
+    figures = {"solved": solved}
     named = _NONE.format(limit)
     if taken:
-        as_good = max(taken.span / t.span, taken.total / t.total) <= 1 + 1e-9
-        named = (
-            f"{taken.name}, the best named schedule of {best.stages} stages"
-            f"{', is as good' * as_good}: span {taken.span:.6g}, total {taken.total:.6g}, memory "
-            f"{taken.memory:.6g}"
-        )
-    lines = [
-        f"span {t.span:.6g} (the longest time of one rank), total {t.total:.6g}, memory "
-        f"{max(t.peak_bytes):.6g} (the fullest rank's peak{_one(price, per)})",
-        f"gap {best.gap:.2%}: {best.bound.said(t.span)}",
-        named,
-        f"stages by rank: {repr(best.placement)[10:-1]}",
-    ]
-    click.echo("\n".join(fill(line, 80) for line in lines))
+        other = figures[taken.name] = taken.span, taken.total, taken.memory
+        named = f"best named schedule of {best.stages} stages: {taken.name}"
+        if all(theirs <= ours * ALMOST for theirs, ours in zip(other, solved, strict=True)):
+            named = f"no better than {taken.name}: use that"
+    gap = f"gap {best.gap:.2%}: no schedule has a span below {best.bound:.6g}"
+    found = gap if best.gap else "optimal: yes, no schedule has a shorter span"
+    found = fill(f"{found} (set by {best.bound.reason})", 80)
+    rows = [(name, *map("{:.6g}".format, row)) for name, row in figures.items()]
+    table = "\n".join(pictures.aligned([("", "span", "total", "memory"), *rows]))
+    click.echo(f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(_one(price, per))}")
+    click.echo(fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80, subsequent_indent="  "))
     click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
     if out:
         best.to_csv(out)

@@ -143,13 +143,16 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         missing = (getattr(error, "name", None) or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and missing != "fpipe":
-            remedy = f"which is not installed: pip install {missing}"
-            return report_error(f"this command needs {missing}, {remedy}", USAGE)
+            return report_error(
+                f"this command needs {missing}, which is not installed: pip install {missing}",
+                USAGE,
+            )
         if os.environ.get("FPIPE_TRACEBACK"):
             raise
-        what = f"{type(error).__name__}: {error}"
         return report_error(
-            f"this is a bug in fpipe: {what}; FPIPE_TRACEBACK=1 shows the traceback", INTERNAL
+            f"this is a bug in fpipe: {type(error).__name__}: {error}; FPIPE_TRACEBACK=1 shows the "
+            "traceback",
+            INTERNAL,
         )
 
 

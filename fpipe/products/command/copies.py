@@ -50,8 +50,8 @@ def copies(
     )
     _, _, port = lighthouse.address().rpartition(":")
     shared = {**os.environ, LIGHTHOUSE: f"http://127.0.0.1:{port}", COPIES: str(copies)}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    options = f"-m torch.distributed.run --standalone --nproc-per-node={ranks}"
+    torchrun = [sys.executable, *f"{options} --max-restarts={restarts}".split()]
     jobs = [
         subprocess.Popen([*torchrun, script, *arguments], env={**shared, COPY: str(copy)})
         for copy in range(copies)

@@ -201,8 +201,10 @@ def visit() -> tuple[str, list[Finding]]:
     lines += _of_messages(group)
     faults = [finding for finding in findings if finding.native and not finding.right]
     for fault in faults:
-        what = f"{fault.what} of {NAMES[fault.dtypes]} is {fault.result}"
-        lines.append(f"NOT IN THE TABLE: {what}. fpipe relies on the table: please report this")
+        lines.append(
+            f"NOT IN THE TABLE: {fault.what} of {NAMES[fault.dtypes]} is {fault.result}. fpipe "
+            "relies on the table: please report this"
+        )
     return "\n".join(lines), faults
 
 
@@ -215,11 +217,7 @@ def _about(device: torch.device) -> list[str]:
 
 
 @click.command(name="doctor")
-@option(
-    "-n --processes N",
-    "Processes.  [default: 2]",
-    type=Count(1, 64),
-)
+@option("-n --processes N", "Processes.  [default: 2]", type=Count(1, 64))
 def command(processes: int | None) -> int:
     """Describe this machine, probe its backend for faults, and list the remedies of fpipe.
 

@@ -92,7 +92,7 @@ def draw(
         if out:
             text = ""
         else:
-            width = None if look.width is None else int(look.width)
+            width = int(look.width) if look.width else None
             text = pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
         click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")

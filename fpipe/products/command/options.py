@@ -109,8 +109,9 @@ def number_of(text: str) -> float:
     try:
         return in_bytes(text)
     except ScheduleError:
-        message = f"{text!r} is no number above 0 with a unit, such as 80GiB or 989T"
-        raise click.BadParameter(message) from None
+        raise click.BadParameter(
+            f"{text!r} is no number above 0 with a unit, such as 80GiB or 989T"
+        ) from None
 
 
 def length_of(text: str) -> float:

@@ -133,24 +133,27 @@ def _faults(row: Mapping[str, Any], job: Job, margin: float) -> Iterator[str]:
     peak = f"rank {row['rank']}: its peak is {row['peak'] / GIB:.4g} GiB"
     room = usable(job)
     if row["peak"] > room:
-        what = f"{room / GIB:.4g} of the {job.gpu.memory / GIB:.3g} GiB of a GPU are for tensors"
-        yield f"{peak}, and {what}; plan with less --memory, or another layout"
+        yield (
+            f"{peak}, and {room / GIB:.4g} of the {job.gpu.memory / GIB:.3g} GiB of a GPU are for "
+            "tensors; plan with less --memory, or another layout"
+        )
     if abs(row["difference"]) > margin:
-        what = f"{row['difference']:+.1%} from the predicted {row['predicted'] / GIB:.4g} GiB"
-        rule = f"--margin allows {100 * margin:.3g} %; do not rely on the plan's memory"
-        yield f"{peak}, {what}, and {rule}"
+        yield (
+            f"{peak}, {row['difference']:+.1%} from the predicted {row['predicted'] / GIB:.4g} "
+            f"GiB, and --margin allows {100 * margin:.3g} %; do not rely on the plan's memory"
+        )
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, object]:
     """A rank in the table."""
     stages = row["stages"]
-    shown = {
+    return {
         "rank": row["rank"],
         "stages": f"{len(stages)}, from {stages[0]} to {stages[-1]}",
+        "sent GiB": f"{row['sent'][1] / GIB:.3g}",
+        "received GiB": f"{row['received'][1] / GIB:.3g}",
+        "plan GiB": f"{row['plan'] / GIB:.4g}",
+        "peak GiB": f"{row['peak'] / GIB:.4g}",
+        "predicted": f"{row['predicted'] / GIB:.4g}",
+        "off by": f"{row['difference']:+.1%}",
     }
-    for name in ("sent", "received"):
-        _, nbytes = row[name]
-        shown[f"{name} GiB"] = f"{nbytes / GIB:.3g}"
-    for head, name in (("plan GiB", "plan"), ("peak GiB", "peak"), ("predicted", "predicted")):
-        shown[head] = f"{row[name] / GIB:.4g}"
-    return {**shown, "off by": f"{row['difference']:+.1%}"}

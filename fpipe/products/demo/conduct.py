@@ -46,21 +46,24 @@ def run(settings: Settings, source: str) -> int:
     torch.set_num_threads(1)  # like the ranks: the order of a sum determines its bits
     console = Console(highlight=False, soft_wrap=True)
     s = settings.schedule
-    counts = f"{s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
-    title = f"{s.name or source}: {counts}"
+    title = (
+        f"{s.name or source}: {s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
+    )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     with screen(console, title, settings.steps) as show:
         parts = conduct(settings, show)
         largest = largest_difference(settings, parts)
         colour = "red" if largest else "green"
         show(
-            "Largest difference of its loss and gradients from a single process: "
+            "Last step compared with one process: loss and gradients differ by at most "
             f"[bold {colour}]{largest:g}[/]"
         )
         show(f"Simulated and measured timeline: [bold]{settings.page}[/bold]")
         if cores() < s.ranks:
-            shared = f"{s.ranks} processes share {counted(cores(), 'core')}"
-            show(f"[dim]({shared}, so measured times are longer)[/dim]")
+            show(
+                f"[dim]({s.ranks} processes share {counted(cores(), 'core')}, so measured times "
+                "are longer)[/dim]"
+            )
     return 1 if largest else 0
 
 

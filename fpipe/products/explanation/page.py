@@ -71,7 +71,7 @@ def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | N
             "figures": plans.figures,
             "peaks": dict(plans.peak),
             "devices": {rank: str(pipe.group.device(rank)) for rank in plans.peak},
-            "stages": {rank: _stages_of(pipe, rank, params) for rank in plans.peak},
+            "stages": {rank: [*_stages_of(pipe, rank, params)] for rank in plans.peak},
             "edges": {rank: _edges(plan) for rank, plan in plans.by_rank.items()},
         }
     )
@@ -108,17 +108,14 @@ def _costs(
     return replace(given, saved=by_stage["saved"], kept=by_stage["kept"])
 
 
-def _stages_of(pipe: Pipeline, rank: int, params: Sequence[Tree]) -> list[StageFacts]:
+def _stages_of(pipe: Pipeline, rank: int, params: Sequence[Tree]) -> Iterator[StageFacts]:
     """The stages of a rank."""
-    rows = []
     for stage in pipe.placement.stages_of(rank):
         function = pipe.config.functions[stage]
         tensors = [leaf for leaf in leaves(params[stage]) if is_tensor(leaf)]
         count = sum(leaf.numel() for leaf in tensors)
         nbytes = sum(leaf.nbytes for leaf in tensors)
-        name = _name(function)
-        rows.append(StageFacts(stage, name, str(function.engine or ""), count, nbytes))
-    return rows
+        yield StageFacts(stage, _name(function), str(function.engine or ""), count, nbytes)
 
 
 def _name(stage: Stage) -> str:
@@ -230,12 +227,12 @@ class Explanation:
     def _about(self) -> str:
         t = self.timeline
         unit, scale = readable(t.total, t.unit)
-        kind = "those of costs=" if self.facts.measured else "estimates from shapes"
         total, span = (f"{number(scale * time)} {unit}".rstrip() for time in (t.total, t.span))
         return (
             f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
-            f"{span}, the longest time of a rank from its first start to its last end. Times are "
-            f"{kind}."
+            f"{span}, the longest time of a rank from its first start to its last end. "
+            f"{'Idle time beyond the span is no bubble. ' * (total != span)}Times are "
+            f"{'those of costs=' if self.facts.measured else 'estimates from shapes'}."
         )
 
     @property
@@ -270,10 +267,8 @@ class Explanation:
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
                 took = [number(scale * costs[op][one.stage]) for op in "FIW"]
-                held = f"{one.parameters:,} ({size_text(one.nbytes)})"
-                rows.append(
-                    (rank, f"{one.stage} {one.name}", held, *took, facts.devices[rank], one.engine)
-                )
+                named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
+                rows.append((rank, *named, *took, facts.devices[rank], one.engine))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
         return ["rank", "stage", "parameters", *heads, "device", "engine"], rows
 

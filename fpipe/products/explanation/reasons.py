@@ -35,7 +35,9 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
             spent[f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
         else:
             spent["waits for messages"] += max(span.start - before.end, 0.0)
-    spent["a shorter span than the longest"] = timeline.span - timeline.windows[rank]
+    spent["its own first start to last end is shorter than the span"] = (
+        timeline.span - timeline.windows[rank]
+    )
     shares = [Idle(time / timeline.span, why) for why, time in spent.items() if timeline.span]
     return sorted((one for one in shares if one.share > 5e-4), reverse=True)
 
@@ -67,19 +69,19 @@ def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
     mean = sum(busy) / len(busy)
     most = max(busy)
     rank = busy.index(most)
-    why = "and the others wait for it"
-    what = "fewer"
+    what = "and the others wait for it: give it fewer layers"
     if sum(time > 0.95 * most for time in busy) > len(busy) / 2:
         rank = busy.index(min(busy))
-        why = "and waits for the others"
-        what = "more"
+        what = "and waits for the others: give it more layers"
     stages = ", ".join(map(str, timeline.placement.stages_of(rank)))
+    count = timeline.microbatches // timeline.slices
     if most > 1.05 * mean:
         yield (
             (most - mean) / timeline.total,
             f"Rank {rank} computes {busy[rank] / mean:.0%} of the mean time of the ranks, "
-            f"{why}: give it {what} to compute (its stages: {stages}), layers or parts of one; "
-            "fpipe.balance proposes cuts.",
+            f"{what}, or parts of one (its stages: {stages}). "
+            f"fpipe.balance(layers, {len(busy)}, pipe.schedule({count})).cuts proposes cuts; "
+            "layers is a list of modules, or of their costs.",
         )
 
 
@@ -123,9 +125,8 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator
     if best is not None:
         total, peak, name = best
         gain = 1 - total / timeline.total
-        held = f"{size_text(peak)} of activations in place of {size_text(limit)}"
         yield (
             gain,
             f'With schedule="{name}" a step takes {percent(gain)} less time at these costs, and a '
-            f"rank holds at most {held}.",
+            f"rank holds at most {size_text(peak)} of activations in place of {size_text(limit)}.",
         )

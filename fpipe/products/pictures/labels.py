@@ -88,16 +88,15 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
         "peak": held(scene.peak, scene),
     }
     if scene.unit != "bytes":
-        is_one = (texts["peak"], scene.unit) == ("1", "microbatches")
-        texts["peak"] += " microbatch" if is_one else f" {scene.unit}"
+        texts["peak"] = re.sub("^(1 microbatch)es$", r"\1", f"{texts['peak']} {scene.unit}")
     if was := scene.against:
         for name in ("total", "peak"):
             now = getattr(scene, name)
             before = getattr(was, name)
             if before not in (0, now):
                 texts[name] += f" ({(now / before - 1) * 100:+.1f}%)"
-        points = 100 * (scene.timeline.bubble - was.timeline.bubble)
-        texts["bubble"] += f" ({points:+.1f} points)"
+        change = scene.timeline.bubble - was.timeline.bubble
+        texts["bubble"] += f" ({100 * change:+.1f} points)"
     return list(texts.items())
 
 
@@ -114,9 +113,11 @@ def notes(scene: Scene) -> list[str]:
     """The lines about a scene: what the bubble is, by cause, and what the units are."""
     t = scene.timeline
     shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
-    shares["spans shorter than the longest"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
+    shares["shorter spans of other ranks"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
-    lines = [f"{BUBBLE}{': ' * bool(parts)}{', '.join(parts)}.", units(scene)]
+    lines = [units(scene)]
+    if parts or t.total > t.span:
+        lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
         lines.insert(0, f"In brackets: the change from {scene.against.name}.")
         if scene.against.timeline.placement.stages != t.placement.stages:
@@ -198,7 +199,8 @@ def step_of(least: float) -> float:
 
 
 # ---- legends ----
-BUBBLE = "Bubble: idle between a rank's first and last action"
+BUBBLE = "Bubble: idle share of the span (the longest time from a rank's first to last action)"
+NO_BUBBLE = "No bubble: ranks are idle only before their first and after their last action."
 PALER = "paler: other stages"
 SMALL = "small letters: a rank's other stage"
 Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and their meaning

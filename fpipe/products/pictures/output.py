@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from html import escape
 from importlib import import_module
+from itertools import repeat
 from math import inf
 from os import PathLike, fspath
 from pathlib import Path
@@ -54,8 +55,9 @@ def draw(
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
     total 9, bubble 33.3%, peak 2 microbatches, by rank: 2, 1
-    Bubble: idle between a rank's first and last action: warm-up
-      11.1%, tail 5.6%, spans shorter than the longest 16.7%.
+    Bubble: idle share of the span (the longest time from a rank's
+      first to last action): warm-up 11.1%, tail 5.6%, shorter spans
+      of other ranks 16.7%.
     Times in units of the costs: the stage of a rank takes F 1,
       B 2.
            0         2         4         6         8
@@ -260,9 +262,10 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
     def line(tag: str, cells: Sequence[object]) -> str:
         shown = (cell.html if isinstance(cell, Cell) else escape(str(cell)) for cell in cells)
+        styled = zip(sides or repeat("left"), shown, strict=False)
         return "".join(
             f'<{tag} style="padding-right:1em;text-align:{side}">{text}</{tag}>'
-            for side, text in zip(sides or ["left"] * len(cells), shown, strict=True)
+            for side, text in styled
         )
 
     lines = [line("th", head), *(line("td", row) for row in body)]

@@ -10,6 +10,7 @@ others get what it chose: the solver's schedule, or the best of those with a nam
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -60,13 +61,19 @@ class Choice:
     def __str__(self) -> str:
         best = self.best
         unit = self.unit and f" {self.unit}"
-        figures = f"total {number(best.total)}{unit}, bubble {best.bubble:.2%}"
         rows = [("schedule", "total", "bubble", "memory", "")]
         for each in self.candidates:
             held = number(each.memory), "" if each.fits else "does not fit"
             rows.append((each.name, number(each.total), f"{each.bubble:.2%}", *held))
-        head = f"{best.name}: {figures}, holds {number(best.memory)}"
-        return "\n".join([f"{head}; {self.bound.said(best.span, unit)}", "", *aligned(rows)])
+        return "\n".join(
+            [
+                f"{best.name}: total {number(best.total)}{unit}, bubble {best.bubble:.2%}, holds "
+                f"{number(best.memory)}; the span is {number(best.span)}{unit}, and no schedule "
+                f"has one below {number(self.bound)}{unit} ({self.bound.reason})",
+                "",
+                *aligned(rows),
+            ]
+        )
 
 
 def choose(
@@ -115,10 +122,8 @@ def choose(
     candidates: list[Candidate] = []
     for name, schedule in schedules:
         t = schedule.simulate(costs)
-        bubble = max(t.bubble, 0.0)
-        fits = is_within(limit, t)
-        held = max(t.peak_bytes)
-        candidates.append(Candidate(name, schedule, t.total, t.span, bubble, held, fits))
+        figures = t.total, t.span, max(t.bubble, 0.0), max(t.peak_bytes)
+        candidates.append(Candidate(name, schedule, *figures, is_within(limit, t)))
     ranked = sorted(candidates, key=_order)
     bound = min(bounds)
     bound = Bound(min(ranked[0].span, bound), bound.reason)
@@ -147,12 +152,11 @@ def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, S
     """The named schedules for the same counts, without those that hold parameters twice, which
     costs do not count.
     """
-    ranks = solved.ranks
     microbatches = solved.microbatches
     stages = solved.stages
     for name in schedule_names() if stages * microbatches <= MOST else ():
         try:
-            schedule = make_schedule(name, ranks, microbatches, stages).check()
+            schedule = make_schedule(name, solved.ranks, microbatches, stages).check()
         except ScheduleError:  # it needs other counts, or has no backwards
             continue
         fits = placement is None or repr(schedule.placement) == repr(placement)
@@ -320,10 +324,8 @@ class Auto:
             name: {int(stage): float(value) for stage, value in values.items()}
             for name, values in plans.figures.items()
         }
-        figures: dict[str, dict[int, float]] = {}
-        for part in self.group.gather_objects(own):
-            for name, values in part.items():
-                figures.setdefault(name, {}).update(values)
+        parts = self.group.gather_objects(own)
+        figures = {name: ChainMap(*(part[name] for part in parts)) for name in own}
         costs = costs_of(figures, self.stages, latency)
         held = run.simulate(costs).peak_bytes
         peaks = self._peaks(plans)
@@ -344,13 +346,9 @@ class Auto:
             rule="memory",
         )
 
-    def _peaks(self, plans: Plans) -> dict[int, int]:
+    def _peaks(self, plans: Plans) -> Mapping[int, int]:
         """The peaks of memory of all ranks."""
-        return {
-            rank: peak
-            for part in self.group.gather_objects(plans.peak)
-            for rank, peak in part.items()
-        }
+        return ChainMap(*self.group.gather_objects(plans.peak))
 
 
 def costs_of(figures: Figures, stages: int, latency: float) -> Costs:

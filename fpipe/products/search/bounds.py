@@ -24,7 +24,6 @@ from operator import add
 from typing import NamedTuple
 
 from ... import Costs
-from ...actions import number
 from .problem import ALMOST, Problem
 
 
@@ -44,13 +43,6 @@ class Bound(float):
 
     def __repr__(self) -> str:
         return f"Bound({float(self):g}, {self.reason!r})"
-
-    def said(self, span: float, unit: str = "") -> str:
-        """What it means for a schedule of this span, for people."""
-        return (
-            f"the span is {number(span)}{unit}, and no schedule has one below {number(self)}{unit} "
-            f"({self.reason})"
-        )
 
 
 def lower_bound(problem: Problem, costs: Costs) -> Bound:

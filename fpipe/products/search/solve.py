@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from time import monotonic
 from typing import Literal, TypeAlias
 
@@ -44,11 +44,8 @@ class Solved(Schedule):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        return (self.rows, self.placement, self.microbatches) == (
-            other.rows,
-            other.placement,
-            other.microbatches,
-        )
+        facts = attrgetter("rows", "placement", "microbatches")
+        return facts(self) == facts(other)
 
     __hash__ = Schedule.__hash__
 
@@ -199,9 +196,10 @@ def _paths(count: int, ranks: int, placement: Kind | Placement) -> list[tuple[in
             )
         return list(placement.paths)
     if count % ranks:
-        what = f"{count} stages cannot be placed evenly on {ranks} ranks"
         raise ScheduleError(
-            f"{what}; give costs of a multiple of {ranks} stages, or a Placement", rule="stages"
+            f"{count} stages cannot be placed evenly on {ranks} ranks; give costs of a multiple of "
+            f"{ranks} stages, or a Placement",
+            rule="stages",
         )
     per_rank = count // ranks
     paths: dict[str, tuple[int, ...]] = {
@@ -212,6 +210,8 @@ def _paths(count: int, ranks: int, placement: Kind | Placement) -> list[tuple[in
     if placement == "any":
         return list(dict.fromkeys(paths.values()))
     if placement not in paths:
-        remedy = "give 'one', 'loop', 'V', 'any', 'replicated' or a Placement"
-        raise ScheduleError(f"placement={placement!r}; {remedy}", rule="placement")
+        raise ScheduleError(
+            f"placement={placement!r}; give 'one', 'loop', 'V', 'any', 'replicated' or a Placement",
+            rule="placement",
+        )
     return [paths[placement]]

@@ -546,15 +546,26 @@ def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: P
     costs.write_text(Costs(F=[1, 1, 1, 2], saved=1e9).to_json())
     options = ("--costs", str(costs), "--memory", "6GB", "--seconds", "0.2", "--out", str(plan))
     out = printed(capsys, "solve", "-p", "2", "-m", "6", *options)
-    assert re.search(
-        r"^gap \d+\.\d\d%: the span is [\d.]+, and no schedule has one below",
-        out,
-        re.M,
-    )
-    assert all(len(line) <= 80 for line in out.splitlines()[2:-1])
-    timeline = Schedule.from_csv(plan).check().simulate(Costs.from_json(costs.read_text()))
-    assert max(timeline.peak_bytes) <= 6e9 and f"total {timeline.total:.6g}, " in out
+    assert re.match(r"optimal: yes, |gap \d+\.\d\d%: no schedule has a span below \d", out)
+    assert all(len(line) <= 80 for line in out.splitlines()[:-1])
+    t = Schedule.from_csv(plan).check().simulate(Costs.from_json(costs.read_text()))
+    figures = rf"^solved +{t.span:.6g} +{t.total:.6g} +{max(t.peak_bytes):.6g}$"
+    assert max(t.peak_bytes) <= 6e9
+    assert re.search(figures.replace("+0", r"\+0"), out, re.M)
     assert cli.main(["solve", "-p", "2", "-m", "6", "--costs", str(costs), "--memory", "1GB"]) == 2
+
+
+def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.CaptureFixture[str]):
+    first, second, _, *table = printed(capsys, "solve", "-p", "4", "-m", "8").splitlines()
+    assert first == "optimal: yes, no schedule has a shorter span (set by rank 0: its work)"
+    assert second == "no better than ZBVZeroBubble: use that"
+    assert [row.split() for row in table[:3]] == [
+        ["span", "total", "memory"],
+        ["solved", "24", "25.5", "4"],
+        ["ZBVZeroBubble", "24", "25.5", "4"],
+    ]
+    limit = printed(capsys, "solve", "-p", "4", "-m", "8", "--memory", "1", "--seconds", "0.1")
+    assert "\nno named schedule holds at most 1\n" in limit
 
 
 def test_costs_are_shared_among_a_ranks_stages():

@@ -77,7 +77,7 @@ def test_idle_time_and_its_causes():
     assert timeline.total == 9
     found = [[(round(9 * share), why) for share, why in idle_of(timeline, rank)] for rank in (0, 1)]
     assert found[0] == [(3, "waits for the gradient of stage 1 on rank 1")]
-    assert found[1] == [(3, "a shorter span than the longest")]
+    assert found[1] == [(3, "its own first start to last end is shorter than the span")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
     assert first.endswith("33.3%  waits for the gradient of stage 1 on rank 1")
@@ -105,7 +105,9 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
     said = "Rank 0 computes 57% of the mean time of the ranks, and waits for the others"
     advice = next(text for text in page.advice if text.startswith("Rank"))
-    assert said in advice and "give it more to compute (its stages: 0)" in advice
+    assert said in advice and "give it more layers, or parts of one (its stages: 0)" in advice
+    (call,) = re.findall(r"fpipe\.balance\(.*\)\.cuts", advice)
+    assert eval(call, {"fpipe": fpipe, "pipe": pipe, "layers": [1, 2, 2, 2, 1, 1]}) == (2, 3, 4)
 
 
 def test_advice_names_the_change_that_saves_most():

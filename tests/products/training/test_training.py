@@ -127,6 +127,6 @@ def test_on_two_processes(
     assert main(["train", "--schedule", str(plan), "--out", str(out), *common]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "2 processes, 4 stages" in text and "step 4" in text
-    assert "Largest difference of its loss and gradients from a single process: 0 " in text
+    assert "Last step compared with one process: loss and gradients differ by at most 0" in text
     assert "2 processes share 1 core" in text
     assert (out / "timeline.html").stat().st_size > 10_000
