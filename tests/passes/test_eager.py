@@ -545,6 +545,26 @@ def test_a_write_into_a_parameter_is_refused(looking: bool):
         trace(fpipe.Stage(fn, engine="eager"), randn(3, 3), randn(2, 3))
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize(
+    "fn", [torch.tanh, torch.exp, torch.relu, torch.sqrt, lambda h: h.softmax(-1)]
+)
+def test_a_write_over_what_the_backward_needs_raises_as_in_torch(schedule: str, fn: Any):
+    stages = [lambda p, x: x * p, lambda p, x: fn(x).add_(1)]
+    params, x = [torch.ones(1), None], torch.rand(2, 3)
+    for engine in ("eager", "trace"):
+        pipe = fpipe.pipeline(
+            stages,
+            schedule,
+            loss=lambda y: y.square().mean(),
+            microbatches=2,
+            engine=engine,
+            group=fpipe.local(2),
+        )
+        with pytest.raises(fpipe.errors.ActionError, match="modified by an inplace operation"):
+            fpipe.value_and_grad(pipe)(params, x)
+
+
 @pytest.mark.parametrize("looking", [False, True])
 def test_a_captured_tensor_that_wants_a_gradient_is_refused(looking: bool):
     other = randn(3, 3).requires_grad_()

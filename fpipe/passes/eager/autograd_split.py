@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ...programs.tensor_state import RETAINED
-from .meter import saved_handles
+from .meter import check_saved, saved_handles
 
 Grads: TypeAlias = dict[int, Tensor | None]
 #: The ends of the leaves of an argument, by index.
@@ -232,14 +232,13 @@ def _movable(nodes: Iterable[Node]) -> list[Cell]:
     lasting = []
     for node in nodes:
         custom = isinstance(node, _FUNCTION)
+        check_saved(node)
         for saved in saved_handles(node):
             cell: Cell = []
             unpack = partial(_read if custom else _take, cell)
             try:
                 saved.register_hooks(cell.append, unpack)
-            except RuntimeError as error:
-                if "inplace operation" in str(error):
-                    raise
+            except RuntimeError:
                 continue  # nothing is saved there, or the user set hooks
             if custom:
                 lasting.append(cell)

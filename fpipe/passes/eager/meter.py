@@ -77,6 +77,22 @@ def saved_handles(node: Node) -> Iterator[Any]:
         yield from saved if isinstance(saved, (tuple, list)) else (saved,)
 
 
+def check_saved(node: Node) -> None:
+    """Let autograd check that what a node saved was not changed in place since: a hook on a saved
+    output ends its own check.
+
+    Raises:
+        RuntimeError: autograd's, which names the operation.
+    """
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        names = ["saved_tensors"]
+    else:
+        names = [name.removeprefix("_raw") for name in _saved_names(type(node))]
+    if all(saved.unpack_hook is None for saved in saved_handles(node)):
+        for name in names:
+            getattr(node, name)
+
+
 def gradient_bytes(node: Node, ports: Sequence[int]) -> int:
     """Bytes of the gradients that arrive at a node."""
     total = 0
