@@ -220,9 +220,8 @@ class PipelineBase(Generic[Y, R]):
                 f"({self.placement}); "
                 "make a pipeline with it, and place the parameters anew"
             )
-        return type(self)(
-            replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed)
-        )
+        config = replace(self.config, schedule=schedule, microbatches=schedule.microbatches)
+        return type(self)(config, Cache(self.cache.shares, self.cache.agreed))
 
     @checked
     def rerouted(self, without: Sequence[int]) -> Self:

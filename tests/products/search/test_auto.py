@@ -55,6 +55,21 @@ def fpipe_leaves(result: tuple[torch.Tensor, list[torch.Tensor]]) -> list[torch.
     return [result[0], *result[1]]
 
 
+@pytest.mark.parametrize("said", [None, 4])
+def test_calls_may_have_other_numbers_of_microbatches(said: int | None) -> None:
+    params, x = model(2)
+    pipes = [
+        fpipe.pipeline([layer] * 2, name, loss=loss, microbatches=said, group=fpipe.local(2))
+        for name in ("auto", "1F1B")
+    ]
+    for number in (2, 8, 4):
+        given = fpipe.Microbatches(x.chunk(number))
+        one, other = (fpipe.value_and_grad(pipe)(params, given, given) for pipe in pipes)
+        assert torch.equal(one[0], other[0])
+    sixteen = fpipe.make_schedule("1F1B", 2, 16)
+    assert pipes[1].under(sixteen).schedule(16) is not None
+
+
 def test_why_says_what_was_chosen() -> None:
     params, x = model(4)
     pipe = fpipe.pipeline(
