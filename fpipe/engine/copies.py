@@ -117,7 +117,8 @@ def copies(
         reduce_dtype: the dtype in which gradients are sent between copies. None: their own.
         bucket_bytes: how many bytes of gradients are reduced over the copies at once.
         unsharded: how many stages a rank holds with full parameters, for ``zero=3``.
-        own: patterns of leaves of which each copy has another one, such as experts.
+        own: patterns of leaves of which each copy has another one, such as experts: names as in
+            ``frozen=``, or without their stage, as ``"experts.*"`` for those of every stage.
         reduction: ``"mean"`` or ``"sum"`` over copies, where it differs from that of the pipeline.
             With ``fpipe.pipeline(reduction="sum")`` and ``"mean"`` here the microbatches of a copy
             are added, and copies averaged; the weights of ``fpipe.weighted`` are then counted in
@@ -140,6 +141,6 @@ def copies(
             "that fpipe.init(dp=...) has as .dp"
         )
     group = as_group("dp", group)
-    return Copies(
-        group, zero, reduce_dtype, bucket_bytes, unsharded, patterns("own", own), reduction
-    )
+    named = patterns("own", own)
+    of_leaves = tuple(f"*.{name}" if name[:1].isalpha() else name for name in named)
+    return Copies(group, zero, reduce_dtype, bucket_bytes, unsharded, of_leaves, reduction)
