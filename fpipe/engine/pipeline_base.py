@@ -543,7 +543,8 @@ class PipelineBase(Generic[Y, R]):
         Every process of the pipeline must call it, and gets the same page.
 
         Args:
-            params, x, targets, side: as for a call.
+            params, x, targets, side: as for a call. Without targets that the loss needs, the page
+                is of the stages alone.
             costs: of ``fpipe.measure_costs``; by default times are estimates from shapes.
 
         Returns:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
-from inspect import unwrap
+from inspect import Parameter, signature, unwrap
 from itertools import chain, pairwise
 from math import inf
 from os import PathLike
@@ -27,6 +27,8 @@ from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import readable
 from .reasons import advice, idle_of
+
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class StageFacts(NamedTuple):
@@ -159,8 +161,24 @@ def explain(
             f"costs={costs!r:.100}; give fpipe.Costs, such as those of fpipe.measure_costs(pipe, "
             "params, x), or leave it out for estimates"
         )
+    title = ""
+    if not targets and _needs_targets(pipe.config.loss):
+        pipe = type(pipe)(replace(pipe.config, loss=None))
+        title = ", no targets, so no loss"
     facts = collect(pipe, params, pipe.plan(params, x, *targets, **side), costs)
+    facts = replace(facts, title=facts.title + title)
     return Explanation(facts, advice(facts.schedule, facts.costs, pipe.schedule))
+
+
+def _needs_targets(loss: Any) -> bool:
+    """Whether a loss cannot be called with an output alone."""
+    fn = loss.fn if isinstance(loss, Stage) else loss
+    try:
+        parameters = signature(getattr(fn, "forward", fn)).parameters.values()
+    except (TypeError, ValueError):  # no loss, or a function of C without a signature
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind in _BY_POSITION]
+    return len(required) > 1
 
 
 class Explanation:

@@ -41,6 +41,22 @@ def rows(page: Any, title: str) -> list[str]:
     return str(page).partition(f"\n{title}\n")[2].partition("\n\n")[0].splitlines()[1:]
 
 
+@pytest.mark.parametrize(
+    ("loss", "without"),
+    [
+        (torch.sum, False),
+        (lambda y: y.mean(), False),
+        (torch.nn.functional.mse_loss, True),
+        (torch.nn.MSELoss(), True),
+        (fpipe.Stage(lambda y, target: y.mean(), engine="eager"), True),
+    ],
+)
+def test_without_targets_the_page_is_of_the_stages(loss: Any, without: bool):
+    pipe = fpipe.pipeline([layer] * 2, loss=loss, microbatches=2, group=fpipe.local(2))
+    page = pipe.explain([torch.eye(WIDTH)] * 2, torch.ones(6, WIDTH))
+    assert page.facts.title.endswith("2 microbatches" + ", no targets, so no loss" * without)
+
+
 def test_parameters_and_messages_are_those_of_the_plan():
     page, plans = explained()
     where = rows(page, "What runs where")
