@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping
 from functools import partial
 
+from ..actions.text import counted
 from ..errors import ScheduleError
 
 refuse_name = partial(ScheduleError, rule="name")
@@ -56,15 +57,16 @@ def wrong_stages(name: str, ranks: int, stages: int, only: int, step: int) -> Sc
     """
     if only:
         return ScheduleError(
-            f"{name} takes {only} stages on {ranks} ranks, not {stages}; give stages={only} or "
-            f"none, and a pipeline {only} functions",
+            f"{name} takes {only} stages on {counted(ranks, 'rank')}, not {stages}; give "
+            f"stages={only}, and a pipeline {only} functions, or other ranks, as in "
+            "group=fpipe.local(4)",
             rule="stages",
         )
     unit = ranks * step
     below = stages // unit * unit
     fits = f"{below} or {below + unit}" if below else f"{unit}"
     return ScheduleError(
-        f"{name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give "
+        f"{name} takes a multiple of {unit} stages on {counted(ranks, 'rank')}, not {stages}; give "
         f"stages={fits}, and a pipeline as many functions, or other ranks",
         rule="stages",
     )

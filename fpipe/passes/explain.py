@@ -318,8 +318,12 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
         )
     if x.spec == _NOTHING and index:
         text += f" (stage {index - 1} returned None: is a return missing?)"
-    if _ARITY.search(text):
+    if "required keyword-only argument" in text:
+        text += "; pass side inputs to the call by their names, as in mask=mask"
+    elif _ARITY.search(text):
         text += "; a stage is called as fn(params, x), with state and carry before x if it has them"
+    elif "'NoneType'" in text:
+        text += "; the state of a stage with state=True is passed to the call, as in state=[...]"
     if _IN_PLACE in text:
         text += " A stage must not write into its parameters: compute a new tensor, as p * 2"
     hints = (

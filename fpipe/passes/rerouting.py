@@ -75,7 +75,7 @@ def route(placement: Placement, lost: frozenset[int]) -> Placement:
         if not copies:
             held = ", ".join(map(str, placement.ranks_of(stage)))
             raise StageError(
-                f"stage {stage} is on rank {held} alone and has no other copy; load a checkpoint "
+                f"stage {stage} is on no rank but {held}; load a checkpoint "
                 "into a pipeline without it, or give it copies with make_schedule(replicas=)"
             )
         turns.append(cycle(copies))

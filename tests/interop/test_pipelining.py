@@ -131,7 +131,7 @@ def test_mistakes_before_the_first_step(alone: None, tmp_path):
     with pytest.raises(fpipe.errors.UnsupportedError, match="dw_builder"):
         pipelining.PipelineStage(module, 0, 2, torch.device("cpu"), dw_builder=lambda: None)
     stages = [pipelining.PipelineStage(module, s, 3, torch.device("cpu")) for s in range(3)]
-    with pytest.raises(ValueError, match="ZBVZeroBubble takes 2 stages on 1 ranks, not 3"):
+    with pytest.raises(ValueError, match="ZBVZeroBubble takes 2 stages on 1 rank, not 3"):
         pipelining.ScheduleZBVZeroBubble(stages, 2)
     runtime = schedules._PipelineScheduleRuntime(stages, 2)
     with pytest.raises(fpipe.errors.ScheduleError, match="there is no order yet"):

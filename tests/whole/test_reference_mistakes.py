@@ -165,7 +165,7 @@ PIPELINES: Mistakes = {
     ),
     "rerouted without copies": (
         lambda: piped().rerouted(without=[1]),
-        r"stage 1 is on rank 1 alone.*make_schedule\(replicas=\)",
+        r"stage 1 is on no rank but 1.*make_schedule\(replicas=\)",
     ),
     "rerouted without a number": (lambda: replicated().rerouted(without=2), r"as in without=\[2\]"),
     "rerouted by position, twice": (
@@ -214,7 +214,7 @@ CALLS: Mistakes = {
     ),
     "a side input that is missing": (
         lambda: step(stages=[with_mask] * 2),
-        "missing 1 required keyword-only argument: 'mask'; a stage is called as",
+        "missing 1 required keyword-only argument: .mask.; pass side inputs to the call",
     ),
     "a side input of no stage": (
         lambda: step(call={"mask": X}),
@@ -398,7 +398,7 @@ TRAINING: Mistakes = {
     "receive of a part": (lambda: fpipe.receive(piped(), {"0": EYE}), "no tensor '1' for stage 1"),
     "an optimizer of torch": (
         lambda: loop(torch.optim.SGD([EYE.clone()], lr=0.1)),
-        r"tx=SGD.*give a transform such as fpipe\.adamw",
+        r"tx= is a SGD; give a transform such as fpipe\.adamw",
     ),
     "data in place of a function": (lambda: loop(batch=(X, T)), "must be a function of the step"),
     "a batch of x alone": (lambda: loop(batch=lambda step: X), r"is a Tensor; return \(x, \*"),

@@ -135,7 +135,8 @@ class Loop:
                 f"Loop takes what fpipe.pipeline returns, not {type(self.pipe).__name__}"
             )
         if not isinstance(self._tx, Transform):
-            raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
+            name = type(self._tx).__name__
+            raise TransformError(f"tx= is a {name}; give a transform such as fpipe.adamw(3e-4)")
         if not isinstance(self.path, str | os.PathLike | None):
             raise CheckpointError(
                 f"path={self.path!r}; give the folder of the run, or leave it out"
