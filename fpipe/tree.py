@@ -265,7 +265,7 @@ class Static(NamedTuple):
         return cls(type(value), value, repr(value) if isinstance(value, (float, complex)) else "")
 
     def __str__(self) -> str:
-        return repr(self.value)
+        return f"{self.value!r:.60}"
 
 
 AbstractLeaf: TypeAlias = Aval | Static
