@@ -159,7 +159,7 @@ def row(
     setting: Setting, jobs: list[dict[str, Any]], error: str | None, plain: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The figures of a setting."""
-    given = {**asdict(setting), "scenario": about(setting)}
+    given = asdict(setting)
     if not jobs:
         return {**given, "error": error}
     losses, norms = difference(jobs[0], plain[0]) if plain else (float("nan"),) * 2
@@ -177,6 +177,7 @@ def about(s: Setting) -> str:
     count = f"{s.microbatches} microbatches of {s.rows} x {s.tokens} tokens"
     more = [s.dtype, *([s.optimizer] if s.optimizer != "sgd" else [])]
     more += ["recompute"] if s.recompute else []
+    more += [f"with and without {s.compile}"] if s.compile else []
     return f"{s.model}, {s.ranks} processes, {count}, {', '.join(more)}"
 
 
@@ -256,7 +257,7 @@ def main() -> None:
         print(about(base), flush=True)
         found = measure(chosen(base, only), args["cycles"], python)
         print("\n".join(table(found)) + "\n", flush=True)
-        rows += found
+        rows += [{**r, "scenario": about(base)} for r in found]
         save(rows, args["json"])
 
 

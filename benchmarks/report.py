@@ -177,8 +177,9 @@ def _peer(r: dict[str, Any], found: Rows) -> list[str]:
     same = [p for p in torchs if [p["schedule"], p["compile"]] == alike]
     best = r["step"] / min(others) if others else math.nan
     most = 0.8 if r["schedule"] == "ZBV" and ours else math.inf
-    time, memory = "", ""
+    time, memory, first = "", "", f"{r['first']:.1f} s"
     if ours and same:
+        first = _kept(r["first"] / same[0]["first"], 1.0, first)
         time = f"{r['step'] / same[0]['step']:.2f}"
         time = _kept(r["step"] / same[0]["step"], 0.95, time)
         share = r["peak"] / same[0]["peak"]
@@ -191,7 +192,7 @@ def _peer(r: dict[str, Any], found: Rows) -> list[str]:
         time,
         f"{r['peak'] / 1e6:,.0f}",
         memory,
-        f"{r['first']:.1f} s",
+        first,
         "" if over is None else _kept(over, 1.03, f"{over:.2f}"),
         f"{max(r['losses'], r['norms']):.0e}",
     ]
