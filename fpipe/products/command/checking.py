@@ -191,7 +191,9 @@ def compare(
     click.echo(f"ranks {p}, microbatches {m}, {priced}\n")
     click.echo("\n".join([*pictures.aligned(rows, " "), "", columns]))
     if unsupported:
-        click.echo("\n  ".join(["\nnot for these counts:", *unsupported]))
+        click.echo("\nnot for these counts:")
+        for line in unsupported:
+            click.echo(fill(line, 80, initial_indent="  ", subsequent_indent="    "))
     click.echo(f"{taken}\nwrote {out}" if out else taken)
 
 
@@ -256,7 +258,7 @@ def solve(
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     [limit] = limits(memory, 1, price)
-    taken = comparison.take(entries, limit)
+    taken = comparison.take([e for e in entries if e.weights <= 1], limit)
     solved = t.span, t.total, max(t.peak_bytes)
     figures = {"solved": solved}
     named = _NONE.format(limit)
@@ -265,7 +267,10 @@ def solve(
         named = f"best named schedule of {best.stages} stages: {taken.name}"
         if all(theirs <= ours * ALMOST for theirs, ours in zip(other, solved, strict=True)):
             named = f"no better than {taken.name}: use that"
-    gap = f"gap {best.gap:.2%}: no schedule has a span below {best.bound:.6g}"
+    twice = comparison.take(entries, limit)
+    if twice != taken and twice:
+        named += f"\nwith weights held twice: {twice.name}, total {twice.total:.6g}"
+    gap = f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g}"
     found = gap if best.gap else "optimal: yes, no schedule has a shorter span"
     found = fill(f"{found} (set by {best.bound.reason})", 80)
     rows = [(name, *map("{:.6g}".format, row)) for name, row in figures.items()]

@@ -69,7 +69,8 @@ def compare(
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
                 t = schedule.simulate(costs, per=per)
             except ScheduleError as error:
-                left_out.append(f"{name}: {str(error).splitlines()[0]}")
+                reason = str(error).splitlines()[0]
+                left_out.append(reason if reason.startswith(name) else f"{name}: {reason}")
                 continue
             held = max(len(schedule.placement.stages_of(rank)) for rank in range(ranks))
             entries.append(
