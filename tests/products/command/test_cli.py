@@ -483,7 +483,9 @@ def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
 
 def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, "compare", "-p", "3", "-m", "5", "--costs", "boundary=2000000,saved=3e6")
-    assert re.search(r"^  DualPipe\b.*3 ranks\s+are odd", out.split("not for these counts:")[1], re.M)
+    assert re.search(
+        r"^  DualPipe\b.*3 ranks\s+are odd", out.split("not for these counts:")[1], re.M
+    )
     assert "MiB" in out
     assert "volume" in out
 
