@@ -60,11 +60,6 @@ class Kind:
         """The change of the number of activations that the rank holds."""
         return self.saved + self.kept
 
-    @property
-    def before(self) -> tuple[FactKind, ...]:
-        """The facts of its own stage that it needs."""
-        return tuple(fact for fact, offset in self.needs if not offset)
-
 
 #: The kinds, in the order in which legends and tables list them.
 KINDS: dict[str, Kind] = {

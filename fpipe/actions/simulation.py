@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from .action import Action, AnyAction, Drawn, Placement, Row
+from .action import AnyAction, Drawn, Placement, Row
 from .action_kinds import KINDS
 from .broken_rules import stuck
 from .check import Inspection
@@ -37,7 +37,7 @@ _Times: TypeAlias = (
 def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeline:
     """The timeline of these rows. Costs are those of whole microbatches.
 
-    >>> from fpipe.actions.action import Rows
+    >>> from fpipe.actions.action import Action, Rows
     >>> from fpipe.actions.check import inspect_rows
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
     >>> simulate_rows(inspect_rows(Rows(rows, Placement.loop(2), 1)), Costs(comm=0.5)).total
@@ -61,7 +61,7 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
         carried = ()
     else:
         if waves:
-            walked = walk(rows, stages, units, ordered=True)
+            walked = walk(rows, stages, units)
         starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
     return Timeline(
         rows if isinstance(rows, Drawn) else tuple(rows),
@@ -98,41 +98,27 @@ def _run(
         begin, end, cause = append[rank]
         for action in rows[rank][first:stop]:
             waited = -1
-            if overlap is None and type(action) is Action:  # the same as below, for one part
-                stage, op, microbatch = action
-                need, travel, receive, length, send, provided = steps[microbatch][op][stage]
+            receive = length = send = 0.0
+            finished = []
+            for stage, op, microbatch in action.parts:
+                need, travel, receives, runs, sends, provided = steps[microbatch][op][stage]
                 fact = stage * microbatches + microbatch
+                finished.append(fact + provided)
                 arrival = arrivals[need + fact] + travel
                 if arrival > clock:
                     clock = arrival
                     waited = need + fact
-                clock += receive
-                begin(clock)
-                clock += length
-                arrivals[fact + provided] = clock
-            else:
-                receive = 0.0
-                length = 0.0
-                send = 0.0
-                finished = []
-                for stage, op, microbatch in action.parts:
-                    need, travel, receives, runs, sends, provided = steps[microbatch][op][stage]
-                    fact = stage * microbatches + microbatch
-                    finished.append(fact + provided)
-                    if arrivals[need + fact] + travel > clock:
-                        clock = arrivals[need + fact] + travel
-                        waited = need + fact
-                    receive = receive + receives
-                    length = length + runs
-                    send = send + sends
-                clock += receive
-                begin(clock)
-                if overlap is not None:
-                    length, beside = overlap(action, length, clock)
-                    carried[rank] += beside
-                clock += length
-                for fact in finished:
-                    arrivals[fact] = clock
+                receive += receives
+                length += runs
+                send += sends
+            clock += receive
+            begin(clock)
+            if overlap is not None:
+                length, beside = overlap(action, length, clock)
+                carried[rank] += beside
+            clock += length
+            for fact in finished:
+                arrivals[fact] = clock
             cause(waited)
             end(clock)
             clock += send
