@@ -10,7 +10,7 @@ meaning of the times is left to ``costing``.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -105,16 +105,15 @@ class Log(NamedTuple):
     def run(self) -> Run:
         """What was recorded."""
         plan = self.bound.plan
-        starts = self.clock.seconds(
-            self.starts[: len(self.ends)]
-        )  # an error leaves one without end
-        ends = self.clock.seconds(self.ends)
+        # an error leaves one without end
+        starts, ends = map(self.clock.seconds, (self.starts[: len(self.ends)], self.ends))
         instructions = plan.instructions[self.first :]
         messages = list(_messages(plan.instructions))[self.first :]
-        events = []
-        for ins, message, start, end in zip(instructions, messages, starts, ends, strict=False):
-            events.append(Event(ins.kind, ins.action, start, end, *message))
-        return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
+        events = tuple(
+            Event(ins.kind, ins.action, start, end, *message)
+            for ins, message, start, end in zip(instructions, messages, starts, ends, strict=False)
+        )
+        return Run(plan.rank, events, tuple(plain(plan.row)))
 
 
 def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, int]]:
@@ -207,9 +206,7 @@ def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run
     """
     reports = group.gather_objects((differences(group), local))
     ahead: list[float] = reports[0][0]
-    by_rank: dict[int, Sequence[Run]] = {}
-    for _, part in reports:
-        by_rank |= part
+    by_rank: Mapping[int, Sequence[Run]] = ChainMap(*(part for _, part in reports))
     if len({len(runs) for runs in by_rank.values()}) != 1 or len(by_rank) != group.size:
         counts = ", ".join(f"rank {rank}: {len(runs)}" for rank, runs in sorted(by_rank.items()))
         raise FpipeError(
