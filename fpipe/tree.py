@@ -133,11 +133,12 @@ def describe(leaves: Sequence[Any]) -> str:
     >>> describe([torch.zeros(2, 3), 5])
     '(float32[2, 3], 5)'
     """
-    parts = (_brief(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    parts = (brief(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     return f"({', '.join(parts)})"
 
 
-def _brief(tensor: torch.Tensor | Aval | Spec) -> str:
+def brief(tensor: torch.Tensor | Aval | Spec) -> str:
+    """The dtype and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -245,7 +246,7 @@ class Aval(NamedTuple):
         return self.dtype.itemsize * (last_element + 1)
 
     def __str__(self) -> str:
-        return ("" if self.kind is None else f"{self.kind[0].__name__} ") + _brief(self)
+        return ("" if self.kind is None else f"{self.kind[0].__name__} ") + brief(self)
 
 
 class Static(NamedTuple):
@@ -417,7 +418,7 @@ class Spec(NamedTuple):
         return self.stored * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return _brief(self)
+        return brief(self)
 
 
 def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -34,10 +34,9 @@ class Kind:
         name: what the letter stands for.
         provides: the facts that it provides. Other stages need the first one only.
         needs: the facts that it needs, each with the offset of the stage. An offset that leaves the
-            model needs nothing. Only the last fact may be of another stage.
-        slice: where microbatches have slices, the fact of the same stage that it needs besides,
-            with the offset of the slice. The state of a sequence goes from each slice to the next,
-            and its gradient back.
+            model needs nothing. Only the last fact may be of another stage. Where microbatches have
+            slices, an action needs that fact of its own stage too, with the offset as that of the
+            slice: the state of a sequence goes from each slice to the next, and its gradient back.
         saved: how many times it adds ``Costs.saved`` to the memory of its rank.
         kept: how many times it adds ``Costs.kept``.
         colours: in pictures, of the first stage of a rank and of the last; they can be seen on
@@ -50,7 +49,6 @@ class Kind:
     name: str
     provides: tuple[FactKind, ...]
     needs: tuple[tuple[FactKind, int], ...]
-    slice: tuple[FactKind, int] | None
     saved: int
     kept: int
     colours: tuple[str, str]
@@ -60,11 +58,6 @@ class Kind:
         """The change of the number of activations that the rank holds."""
         return self.saved + self.kept
 
-    @property
-    def before(self) -> tuple[FactKind, ...]:
-        """The facts of its own stage that it needs."""
-        return tuple(fact for fact, offset in self.needs if not offset)
-
 
 #: The kinds, in the order in which legends and tables list them.
 KINDS: dict[str, Kind] = {
@@ -72,7 +65,6 @@ KINDS: dict[str, Kind] = {
         "forward",
         provides=("F",),
         needs=(("F", -1),),
-        slice=("F", -1),
         saved=1,
         kept=0,
         colours=("#4ba3f5", "#c0e2fb"),
@@ -81,7 +73,6 @@ KINDS: dict[str, Kind] = {
         "backward",
         provides=("I", "W"),
         needs=(("F", 0), ("I", +1)),
-        slice=("I", +1),
         saved=-1,
         kept=0,
         colours=("#e0a712", "#ffe391"),
@@ -90,7 +81,6 @@ KINDS: dict[str, Kind] = {
         "input gradient",
         provides=("I",),
         needs=(("F", 0), ("I", +1)),
-        slice=("I", +1),
         saved=-1,
         kept=1,
         colours=("#c03a2b", "#ee7d6b"),
@@ -99,7 +89,6 @@ KINDS: dict[str, Kind] = {
         "weight gradient",
         provides=("W",),
         needs=(("I", 0),),
-        slice=None,
         saved=0,
         kept=-1,
         colours=("#82559d", "#8d7794"),
@@ -107,3 +96,5 @@ KINDS: dict[str, Kind] = {
 }
 #: The letters of all kinds, in that order.
 OPS = "".join(KINDS)
+#: The facts that another stage needs, each with the offset of that stage.
+READERS = {fact: -by for kind in KINDS.values() for fact, by in kind.needs if by}

@@ -34,7 +34,7 @@ from ..errors import ScheduleError
 from . import broken_rules
 from .action import LARGE, Action, Fused, Row, Rows, size
 from .dependencies import walk
-from .op_sets import AFTER, ALL_OPS, BIT, EARLY, FORWARD, TRAINED
+from .op_sets import AFTER, BIT, FORWARD, TRAINED
 from .rule import Walk
 from .unit import Slice
 
@@ -106,12 +106,12 @@ def inspect_rows(schedule: Rows) -> Inspection:
         )
         if cut and (fault := broken_rules.wrong_slices(schedule)):
             raise fault
-        seen, ordered = _tally(schedule)
+        seen = _tally(schedule)
     except ScheduleError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # a wrong cell
         raise broken_rules.wrong_cell(schedule) from None
-    return Inspection(schedule, seen, walk(rows, placement.stages, units, ordered=ordered))
+    return Inspection(schedule, seen, walk(rows, placement.stages, units))
 
 
 def most_units(rows: Sequence[Row]) -> int:
@@ -121,28 +121,22 @@ def most_units(rows: Sequence[Row]) -> int:
     return 100_000 + 100 * size(rows)
 
 
-def _tally(schedule: Rows) -> tuple[bytearray, bool]:
-    """Which ops occur, and whether the rows are ``ordered``, so that ``walk`` may run them faster.
-
-    Raises ValueError or KeyError if a cell breaks a rule.
-    """
+def _tally(schedule: Rows) -> bytearray:
+    """Which ops occur; ValueError or KeyError if a cell breaks a rule."""
     rows, placement, units, _ = schedule
     paths = list(map(placement.path, range(units)))
     owners = {path: dict(enumerate(path)) for path in set(paths)}
     # Both levels are dictionaries, so that a number out of range raises KeyError.
     where = {microbatch: owners[path] for microbatch, path in enumerate(paths)}
     seen = bytearray(placement.stages * units)
-    fused = False
     for rank, row in enumerate(rows):
-        parts = _parts(row)
-        fused |= parts is not row
-        for stage, op, microbatch in parts:
+        for stage, op, microbatch in _parts(row):
             if where[microbatch][stage] != rank:
                 raise ValueError
             at = stage * units + microbatch
             # Where the op breaks a rule, AFTER has 256. A bytearray raises ValueError for that.
             seen[at] = AFTER[op][seen[at]]
-    return seen.translate(ALL_OPS), not fused and max(seen, default=0) < EARLY
+    return seen
 
 
 def _parts(row: Row) -> Sequence[Action]:

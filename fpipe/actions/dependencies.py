@@ -14,9 +14,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
-from .action import Action, Row
+from .action import Row
 from .action_kinds import FACTS, KINDS, FactKind
 from .rule import Blocked, Fact, Walk
 
@@ -75,13 +74,13 @@ class Facts:
         return bytearray((edge + inside + edge) * len(_FACTS))
 
 
-def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool = False) -> Walk:
+def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
     """Run every rank as far as possible, in turns, until all have ended or all wait.
 
     Stages and microbatches must be in range, and no action may occur twice (``check.inspect_rows``
-    checks this). ``ordered``: no action is fused, and each stands behind those of its stage that it
-    needs. Then only facts of other stages are read.
+    checks this).
 
+    >>> from fpipe.actions.action import Action
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     >>> list(walk(rows, stages=2, microbatches=1).order)
     [(0, 0), (1, 0), (1, 1), (0, 1)]
@@ -89,8 +88,7 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
     facts = Facts(stages, microbatches)
     # One byte behind the last fact is always 1. A rank that waits for nothing refers to it.
     present = facts.initial() + b"\1"
-    run = _run_ordered if ordered else _run
-    ranks = [run(cast(Any, row), facts, present) for row in rows]
+    ranks = [_run(row, facts, present) for row in rows]
     reached = [0] * len(rows)
     awaited = [facts.size] * len(rows)
     runs = list[int]()  # a list grows faster than an array
@@ -131,25 +129,6 @@ def _run(row: Row, facts: Facts, present: bytearray) -> Iterator[tuple[int, int]
         for at, _, provided in parts:
             for offset in provided:
                 present[at + offset] = 1
-    yield len(row), facts.size
-
-
-def _run_ordered(
-    row: Sequence[Action], facts: Facts, present: bytearray
-) -> Iterator[tuple[int, int]]:
-    """Run a row as ``_run`` does, where the row is ordered.
-
-    In such a row, only the last fact that an action needs can come from another rank, and other
-    ranks need only the first fact that it provides.
-    """
-    offsets = {op: (needed[-1], provided[0]) for op, (needed, provided) in facts.table.items()}
-    microbatches = facts.microbatches
-    for position, (stage, op, microbatch) in enumerate(row):
-        at = stage * microbatches + microbatch
-        need, give = offsets[op]
-        while not present[at + need]:
-            yield position, at + need
-        present[at + give] = 1
     yield len(row), facts.size
 
 

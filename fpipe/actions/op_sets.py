@@ -3,21 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from .action_kinds import KINDS, OPS, REQUIRED
 
 #: op -> its bit in a set of ops
 BIT = {op: 1 << index for index, op in enumerate(OPS)}
-#: The bit that says that an op came before another op of its stage that it needs.
-EARLY = 1 << len(OPS)
-#: set -> the set without that bit
-ALL_OPS = bytes(ops % EARLY for ops in range(256))
-
-
-def _providing(facts: Sequence[str]) -> int:
-    """The ops that provide one of these facts, as bits."""
-    return sum(bit for op, bit in BIT.items() if set(facts) & set(KINDS[op].provides))
+_SETS = range(1 << len(OPS))
 
 
 def _complete(ops: int) -> bool:
@@ -31,19 +21,12 @@ def _after(op: str) -> list[int]:
 
     It is 256, which does not fit into a byte, where an op of the set provided the same.
     """
-    kind = KINDS[op]
-    clash = _providing(kind.provides)
-
-    def after(ops: int) -> int:
-        if ops & clash:
-            return 256
-        early = not all(ops & _providing(fact) for fact in kind.before)
-        return ops | BIT[op] | EARLY * early
-
-    return list(map(after, range(2 * EARLY)))
+    provided = set(KINDS[op].provides)
+    clash = sum(bit for other, bit in BIT.items() if provided & set(KINDS[other].provides))
+    return [256 if ops & clash else ops | BIT[op] for ops in _SETS]
 
 
 AFTER = {op: _after(op) for op in OPS}
 #: The sets of a complete stage and microbatch, with its backward and without.
-TRAINED = tuple(filter(_complete, range(EARLY)))
+TRAINED = tuple(filter(_complete, _SETS))
 FORWARD = (BIT["F"],)

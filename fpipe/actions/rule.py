@@ -60,10 +60,10 @@ def needs_slice(action: Action) -> Fact | None:
     >>> needs_slice(Action(2, "F", Slice(3, 0, of=2)))
     """
     stage, op, at = action
-    rule = KINDS[op].slice
-    if rule is None or not 0 <= action.slice + rule[1] < action.slices:
+    kind, by = KINDS[op].needs[-1]
+    if not by or not 0 <= action.slice + by < action.slices:
         return None
-    return Fact(rule[0], stage, unit(at + rule[1], action.slices))
+    return Fact(kind, stage, unit(at + by, action.slices))
 
 
 class Blocked(NamedTuple):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from .action import Action, AnyAction, Drawn, Placement, Row
-from .action_kinds import KINDS
+from .action import AnyAction, Drawn, Placement, Row, Rows
+from .action_kinds import KINDS, READERS
 from .broken_rules import stuck
 from .check import Inspection
 from .costs import Beside, Costs, Predict, number
@@ -29,15 +29,18 @@ from .timeline import Carried, Timeline
 #: - the offset of the first fact that the op provides, the only one that other stages wait for.
 Step: TypeAlias = tuple[int, float, float, float, float, int]
 _Columns: TypeAlias = "tuple[array[float], ...]"
-_Times: TypeAlias = (
+#: For each rank the starts, ends and causes of its actions, and what its link carries.
+Times: TypeAlias = (
     "tuple[_Columns, _Columns, tuple[array[int], ...], tuple[tuple[Carried, ...], ...]]"
 )
+#: From an action, its time without overlap and its start to its time, and what the link carries.
+Overlap: TypeAlias = Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]]
 
 
 def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeline:
     """The timeline of these rows. Costs are those of whole microbatches.
 
-    >>> from fpipe.actions.action import Rows
+    >>> from fpipe.actions.action import Action, Rows
     >>> from fpipe.actions.check import inspect_rows
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
     >>> simulate_rows(inspect_rows(Rows(rows, Placement.loop(2), 1)), Costs(comm=0.5)).total
@@ -47,22 +50,23 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
     stages = placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)
-    sizes = costs.of_units("size", units, slices)
     facts = Facts(stages, units)
-    steps = steps_of_all(facts, placement, costs, sizes, slices)
-    overlap_cost = costs.overlap
-    if not callable(overlap_cost):
-        overlap_cost = costs.times(stages).get("overlap")
-    overlap = None
-    if overlap_cost is not None:
-        overlap = partial(overlapped, overlap_cost, slices)
-    if waves and not callable(overlap_cost):
-        starts, ends, causes = waves.run(steps)
-        carried = ()
+    steps = steps_of_all(facts, placement, costs, slices)
+    times: Times
+    if waves and not callable(costs.overlap):
+        times = *waves.run(steps), ()
     else:
         if waves:
-            walked = walk(rows, stages, units, ordered=True)
-        starts, ends, causes, carried = _run(rows, walked, steps, facts, overlap)
+            walked = walk(rows, stages, units)
+        times = _run(rows, walked, steps, facts, overlap_of(costs, stages, slices))
+    return timeline_of(inspected.schedule, costs, name, times)
+
+
+def timeline_of(schedule: Rows, costs: Costs, name: str, times: Times) -> Timeline:
+    """The timeline of rows that ran at these times."""
+    rows, placement, units, slices = schedule
+    starts, ends, causes, carried = times
+    sizes = costs.of_units("size", units, slices)
     return Timeline(
         rows if isinstance(rows, Drawn) else tuple(rows),
         starts,
@@ -70,8 +74,8 @@ def simulate_rows(inspected: Inspection, costs: Costs, name: str = "") -> Timeli
         placement,
         units,
         causes,
-        memory=costs.memory(stages),
-        boundary=costs.spread("boundary", stages - 1),
+        memory=costs.memory(placement.stages),
+        boundary=costs.spread("boundary", placement.stages - 1),
         name=name,
         unit=costs.unit,
         carried=carried,
@@ -84,9 +88,8 @@ def _run(
     walked: Walk,
     steps: Sequence[Mapping[str, Sequence[Step]]],
     facts: Facts,
-    overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None,
-) -> _Times:
-    """For each rank the starts, ends and causes of its actions, and what its link carries."""
+    overlap: Overlap | None,
+) -> Times:
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     append = [(s.append, e.append, c.append) for s, e, c in zip(starts, ends, causes, strict=True)]
     carried: list[list[Carried]] = [[] for _ in rows]
@@ -98,41 +101,27 @@ def _run(
         begin, end, cause = append[rank]
         for action in rows[rank][first:stop]:
             waited = -1
-            if overlap is None and type(action) is Action:  # the same as below, for one part
-                stage, op, microbatch = action
-                need, travel, receive, length, send, provided = steps[microbatch][op][stage]
+            receive = length = send = 0.0
+            finished = []
+            for stage, op, microbatch in action.parts:
+                need, travel, receives, runs, sends, provided = steps[microbatch][op][stage]
                 fact = stage * microbatches + microbatch
+                finished.append(fact + provided)
                 arrival = arrivals[need + fact] + travel
                 if arrival > clock:
                     clock = arrival
                     waited = need + fact
-                clock += receive
-                begin(clock)
-                clock += length
-                arrivals[fact + provided] = clock
-            else:
-                receive = 0.0
-                length = 0.0
-                send = 0.0
-                finished = []
-                for stage, op, microbatch in action.parts:
-                    need, travel, receives, runs, sends, provided = steps[microbatch][op][stage]
-                    fact = stage * microbatches + microbatch
-                    finished.append(fact + provided)
-                    if arrivals[need + fact] + travel > clock:
-                        clock = arrivals[need + fact] + travel
-                        waited = need + fact
-                    receive = receive + receives
-                    length = length + runs
-                    send = send + sends
-                clock += receive
-                begin(clock)
-                if overlap is not None:
-                    length, beside = overlap(action, length, clock)
-                    carried[rank] += beside
-                clock += length
-                for fact in finished:
-                    arrivals[fact] = clock
+                receive += receives
+                length += runs
+                send += sends
+            clock += receive
+            begin(clock)
+            if overlap is not None:
+                length, beside = overlap(action, length, clock)
+                carried[rank] += beside
+            clock += length
+            for fact in finished:
+                arrivals[fact] = clock
             cause(waited)
             end(clock)
             clock += send
@@ -140,7 +129,15 @@ def _run(
     return starts, ends, causes, tuple(map(tuple, carried))
 
 
-def overlapped(
+def overlap_of(costs: Costs, stages: int, slices: int) -> Overlap | None:
+    """What the cost ``overlap`` says of an action; None where there is no such cost."""
+    overlap = costs.overlap
+    if not callable(overlap):
+        overlap = costs.times(stages).get("overlap")
+    return None if overlap is None else partial(_overlapped, overlap, slices)
+
+
+def _overlapped(
     overlap: Predict | Sequence[float], slices: int, action: AnyAction, length: float, start: float
 ) -> tuple[float, Sequence[Carried]]:
     """The time of an action if ``overlap`` has a cost, and what the link carries meanwhile."""
@@ -158,12 +155,12 @@ def overlapped(
 
 
 def steps_of_all(
-    facts: Facts, placement: Placement, costs: Costs, sizes: Sequence[float], slices: int
+    facts: Facts, placement: Placement, costs: Costs, slices: int
 ) -> list[dict[str, tuple[Step, ...]]]:
     """For each microbatch the steps of ops; computed once for each path, load and size."""
     paths = map(placement.path_index, range(facts.microbatches))
-    loads = costs.of_units("load", facts.microbatches, slices)
-    groups = list(zip(paths, loads, sizes, strict=True))
+    factors = (costs.of_units(name, facts.microbatches, slices) for name in ("load", "size"))
+    groups = list(zip(paths, *factors, strict=True))
     steps = {
         (path, load, size): _steps(facts, placement.paths[path], costs, load, size)
         for path, load, size in set(groups)
@@ -180,8 +177,6 @@ def _steps(
     times = costs.times(facts.stages)
     sending, receiving = (costs.spread(way, stages - 1) for way in ("send", "receive"))
     travels = [a + b for a, b in zip(costs.links(stages, size), sending, strict=True)]
-    #: fact -> the offset of the other stage that needs it
-    users = {fact: -by for kind in KINDS.values() for fact, by in kind.needs if by}
 
     def crossing(numbers: Sequence[float], stage: int, by: int) -> float:
         """The number of the boundary between two stages; 0 if there is none between ranks."""
@@ -193,13 +188,13 @@ def _steps(
         kind = KINDS[op]
         (needed, provided) = table[op]
         source = kind.needs[-1][1]
-        user = users.get(kind.provides[0], 0)
+        reader = READERS.get(kind.provides[0], 0)
         return (
             needed[-1],
             crossing(travels, stage, source),
             crossing(receiving, stage, source),
             times[op][stage] * load,
-            crossing(sending, stage, user),
+            crossing(sending, stage, reader),
             provided[0],
         )
 

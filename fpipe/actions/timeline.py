@@ -20,7 +20,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ..errors import ScheduleError
-from .action import Action, AnyAction, Drawn, Fused, Placement, Row, plain, size
+from .action import AnyAction, Drawn, Placement, Row, plain, size
 from .action_kinds import KINDS
 from .dependencies import Facts
 from .product import product
@@ -268,7 +268,7 @@ class Timeline:
         points = []
         spans = zip(self.starts[rank], self.ends[rank], strict=True)
         memory = self.memory or self._activations
-        changes = _fused_changes(self.rows[rank], memory, self.sizes)
+        changes = _changes(self.rows[rank], memory, self.sizes)
         for time, change in zip(chain.from_iterable(spans), changes, strict=True):
             if change:
                 held += change
@@ -438,13 +438,6 @@ class Timeline:
 
 
 def _changes(row: Row, held: Held, sizes: Sequence[float]) -> Iterator[float]:
-    """What actions of a row add to the memory of its rank. A fused action adds, then frees."""
-    if sizes or any(isinstance(action, Fused) for action in row):
-        return _fused_changes(row, held, sizes)
-    return (held[op][stage] for stage, op, _ in cast(Sequence[Action], row))
-
-
-def _fused_changes(row: Row, held: Held, sizes: Sequence[float]) -> Iterator[float]:
     """For each action two numbers: what it adds at its start, and what it frees at its end."""
     for action in row:
         changes = [

@@ -111,7 +111,7 @@ class Agreement:
         self.head = [0]
         self._store = store
         self._monitor = monitor
-        self._number = -1
+        self.number = -1  # of the last call that this rank announced
         self._base = nth * _STEP
         self._facts: Callable[[], Facts] = dict
         self._agreed = True
@@ -134,18 +134,13 @@ class Agreement:
         return self._announce(digest)
 
     def _announce(self, digest: int) -> int:
-        number = self._number = self._number + 1
+        number = self.number = self.number + 1
         # other than in earlier calls of the same plan
         digest = (digest + number + self._base) & _MASK
         self.head[0] = (digest & _HEADER) << 32
         if self.exchange is not None:
             self._agreed, self._compared = False, self.exchange(number, digest)
         return number
-
-    @property
-    def number(self) -> int:
-        """The number of the last call that this rank announced; -1 before the first."""
-        return self._number
 
     def check(self) -> bool:
         """Whether every rank is known to run this call; raises if one is known to run another.
@@ -200,7 +195,7 @@ class Agreement:
         me = self._monitor.rank
         key = self._key(me)
         rounds = [f"{kind}/{self._round - n}/{me}" for kind in ("round", "left") for n in (0, 1)]
-        self._round = (self._number + 1) << 32  # ranks left it in different rounds
+        self._round = (self.number + 1) << 32  # ranks left it in different rounds
         return [key, f"{key}/read", *rounds]
 
     def next_round(self) -> int:
@@ -239,7 +234,7 @@ class Agreement:
 
     def _key(self, rank: int) -> str:
         """The key of the facts of a rank in this call."""
-        return f"call/{self._number}/{rank}"
+        return f"call/{self.number}/{rank}"
 
     def _wait_for_readers(self, ranks: Iterable[int], end: float) -> None:
         """Say that this rank has read all facts, and wait until these ranks have, or the end."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -56,6 +57,16 @@ class Done(NamedTuple):
     def wait(self) -> Tensors:
         """The result."""
         return self.tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Following:
+    """The receive of the next message of a channel, whenever it is waited for: one work for all
+    messages of a kind.
+    """
+
+    done: Callable[[], bool]
+    wait: Callable[[], Tensors]
 
 
 class Pending:

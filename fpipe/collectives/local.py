@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..errors import DeadlockError, GroupError
 from .group import (
     OPS,
     Done,
+    Following,
     Group,
     Pending,
     Receiver,
@@ -79,27 +80,6 @@ def check_ranks(name: str, ranks: object) -> None:
     """Raise GroupError if an argument is not a number of ranks."""
     if type(ranks) is not int or ranks < 1:
         raise GroupError(f"{name}={ranks!r}; give a whole number of ranks, 1 at least")
-
-
-class _Next(NamedTuple):
-    """The Work of a receive: the next message of a channel. All receives of one kind share it."""
-
-    sent: deque[Tensors]
-    fetch: Callable[[], Tensors | None]
-    src: int
-    dst: int
-
-    def done(self) -> bool:
-        return bool(self.sent)
-
-    def wait(self) -> Tensors:
-        message = self.fetch()
-        if message is None:
-            raise DeadlockError(
-                f"rank {self.dst} waits for a message of rank {self.src}, which was not sent; no "
-                f"other process could send it: run rank {self.src} first"
-            )
-        return message
 
 
 class LocalGroup(Group):
@@ -177,7 +157,16 @@ class LocalGroup(Group):
                     return tensors
             return as_planned(tensors, specs, src, dst)
 
-        work = _Next(sent, fetch, src, dst)
+        def wait() -> Tensors:
+            message = fetch()
+            if message is None:
+                raise DeadlockError(
+                    f"rank {dst} waits for a message of rank {src}, which was not sent; no other "
+                    f"process could send it: run rank {src} first"
+                )
+            return message
+
+        work = Following(lambda: bool(sent), wait)
         return Receiver(lambda: work, fetch)
 
     def recv(self, specs: Specs, src: int, dst: int) -> Work:

@@ -284,9 +284,9 @@ class _Tracer(fx.Tracer):
         # where fx looks for them, beside the globals of the forward
         self._autowrap_search.append(torch)
         self.outcomes = iter(outcomes)
-        self.traced = set[str]()
-        for cut in cuts:
-            self.traced.update(cut.rsplit(".", up)[0] for up in range(1, cut.count(".") + 1))
+        self.traced = {
+            cut.rsplit(".", up)[0] for cut in cuts for up in range(1, cut.count(".") + 1)
+        }
 
     def create_args_for_root(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..errors import StageError
+from ..tree import brief
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
@@ -82,7 +83,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reductio
                 f"chunked_cross_entropy got {name}={value!r:.200}; give a tensor: "
                 "chunked_cross_entropy(hidden, weight, targets)"
             )
-    shapes = f"hidden {_shown(hidden)}, weight {_shown(weight)}, targets {_shown(targets)}"
+    shapes = f"hidden {brief(hidden)}, weight {brief(weight)}, targets {brief(targets)}"
     fits = hidden.ndim >= 1 and weight.ndim == 2 and hidden.shape[-1] == weight.shape[1]
     if not fits or hidden.shape[:-1] != targets.shape:
         raise StageError(
@@ -99,11 +100,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reductio
         raise StageError(f"chunk={chunk!r}; give the columns of the logits at a time, such as 4096")
     if reduction not in get_args(Reduction):
         raise StageError(f"reduction={reduction!r}; give 'mean', 'sum' or 'none'")
-
-
-def _shown(tensor: Tensor) -> str:
-    """The shape and dtype of a tensor, for messages."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 # ---- derivatives ----
@@ -179,9 +175,8 @@ def chunked_losses(
         )
     picked = hidden.new_full(targets.shape, float("nan"), dtype=_wide(hidden))
     norms = torch.full_like(picked, float("-inf"))
-    for start, logits in _logits(hidden, weight, chunk):
-        place, inside = _places(targets, start, logits)
-        picked = torch.where(inside, logits.gather(1, place[:, None])[:, 0], picked)
+    for _, logits, place, inside in _parts(hidden, weight, targets, chunk):
+        picked = torch.where(inside, logits.gather(1, place)[:, 0], picked)
         top = logits.amax(1)
         norms = torch.logaddexp(norms, logits.sub_(top[:, None]).exp_().sum(1).log_() + top)
     return torch.where(counted, norms - picked, 0.0), norms
@@ -202,12 +197,10 @@ def chunked_gradient(
     scale = torch.where(targets == ignored, 0.0, dlosses)
     like, dtype = (weight, weight.dtype) if of_weight else (hidden, _wide(hidden))
     gradient = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    for start, logits in _logits(hidden, weight, chunk):
-        place, inside = _places(targets, start, logits)
+    for part, logits, place, inside in _parts(hidden, weight, targets, chunk):
         dlogits = logits.sub_(norms[:, None]).exp_()  # in the memory of the logits
-        dlogits.scatter_add_(1, place[:, None], -inside[:, None].to(logits.dtype))
+        dlogits.scatter_add_(1, place, -inside[:, None].to(logits.dtype))
         dlogits.mul_(scale[:, None])
-        part = slice(start, start + chunk)
         if of_weight:
             torch.mm(dlogits.to(hidden.dtype).T, hidden, out=gradient[part])
         else:
@@ -215,18 +208,19 @@ def chunked_gradient(
     return gradient.to(like.dtype)
 
 
-def _logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
-    """The first column of each part of the logits, and the part."""
+def _parts(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Parts of the vocabulary: the rows, their logits, the column of each target there, and whether
+    the target is in this part.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, weight.shape[0], chunk):
-            yield start, (hidden @ weight[start : start + chunk].T).to(_wide(hidden))
-
-
-def _places(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each target in a part of the logits, and whether it is in this part."""
-    place = targets - start
-    inside = (place >= 0) & (place < logits.shape[1])
-    return torch.where(inside, place, 0), inside
+            part = slice(start, start + chunk)
+            logits = (hidden @ weight[part].T).to(_wide(hidden))
+            place = targets - start
+            inside = (place >= 0) & (place < logits.shape[1])
+            yield part, logits, torch.where(inside, place, 0)[:, None], inside
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -151,7 +151,7 @@ def _first_wrong(program: Program, values: Mapping[str, object]) -> str:
 def _range(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
-    shape = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    shape = tree.brief(value)
     if not value.numel() or value.is_complex():
         return shape
     low, high = value.aminmax()

@@ -235,6 +235,3 @@ class _Copy(NamedTuple):
         if split and done["I"] > done["W"]:
             found.append((clock, 2, "W"))
         return min(found)
-
-
-__all__ = ["make_replicated", "replicated"]

@@ -135,6 +135,3 @@ def _in_order(schedule: Schedule) -> list[AnyAction]:
     latest = {kind: list(accumulate(starts, max)) for kind, starts in latest.items()}
     parts.sort(key=lambda part: (latest[part.stage, part.op][part.whole], part.whole))
     return list[AnyAction](parts)
-
-
-__all__ = ["rerouted"]

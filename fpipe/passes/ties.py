@@ -21,8 +21,7 @@ from ..errors import StageError
 from ..lowering.builder import sum_of
 from ..lowering.value_graph import Interface, spec_of
 from ..stage import Stage, patterns
-from ..tree import Aval
-from .sums import Leaf, OrderedSums, Sums, by_order, steps_of
+from .sums import OrderedSums, Sums, by_order, steps_of
 
 
 def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -101,10 +100,12 @@ def check_frozen_alike(tied: Iterable[Sequence[str]], frozen: Sequence[str]) -> 
 
 def sums_of(config: Config, request: Request, interfaces: Sequence[Interface]) -> Sums:
     """Sums over ranks of the gradients of tied leaves and of replicated stages."""
-    avals: dict[Leaf, Aval] = {}
-    for stage, params in enumerate(request.params):
-        if params is not None:
-            avals |= {(stage, index): aval for index, aval in params.avals.items()}
+    avals = {
+        (stage, index): aval
+        for stage, params in enumerate(request.params)
+        if params is not None
+        for index, aval in params.avals.items()
+    }
 
     def spec(leaf):
         return spec_of(sum_of(leaf, config.accumulate))

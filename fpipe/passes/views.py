@@ -46,7 +46,7 @@ def _drops_axes(view: fx.Node) -> bool:
         return False
     summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
     rest = [size for axis, size in enumerate(kept.shape) if axis not in summed]
-    return bool(summed) and _same(dropped.shape, rest)
+    return bool(summed) and same(dropped.shape, rest)
 
 
 def _elementwise(node: fx.Node) -> bool:
@@ -69,7 +69,7 @@ def _apply_before_views(node: fx.Node) -> None:
     sources = [argument(view, 0) for view in views]
     flat = _common_shape(sources, value.numel())
     shape = _common_shape(views, value.numel())
-    if flat is None or shape is None or not value.is_contiguous() or not _same(shape, value.shape):
+    if flat is None or shape is None or not value.is_contiguous() or not same(shape, value.shape):
         return
     views_back = [user for user in node.users if _is_view(user, flat)]
     if not views_back and not all(_elementwise(user) for view in views for user in view.users):
@@ -98,17 +98,17 @@ def _common_shape(nodes: Sequence[fx.Node], count: int) -> tuple[int, ...] | Non
         if value is None or not value.is_contiguous():
             return None
         shape = tuple(value.shape) if shape is None else shape
-        if not statically_known_true(value.numel() == count) or not _same(value.shape, shape):
+        if not statically_known_true(value.numel() == count) or not same(value.shape, shape):
             return None
     return shape
 
 
 def _is_view(node: fx.Node, shape: tuple[int, ...]) -> bool:
     value = value_of(node)
-    return node.target is VIEW and value is not None and _same(value.shape, shape)
+    return node.target is VIEW and value is not None and same(value.shape, shape)
 
 
-def _same(one: Sequence[int], other: Sequence[int]) -> bool:
+def same(one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two shapes are equal for all sizes that the trace may have."""
     return len(one) == len(other) and all(
         statically_known_true(a == b) for a, b in zip(one, other, strict=True)

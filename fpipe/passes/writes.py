@@ -14,11 +14,11 @@ from itertools import count
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.traceback import preserve_node_meta
 
 from ..programs.internals import Op, mutates, operator_of
 from ..programs.split import STORAGE, storage, value_of
+from .views import same
 
 _SERIAL = count()
 
@@ -71,7 +71,9 @@ def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
         if other.op != "call_function" or any(map(later, other.users)):
             return False
     new = _value(node, functional)
-    if new is None or new.dtype != after.dtype or not _same_layout(new, after):
+    if new is None or new.dtype != after.dtype or not same(new.shape, after.shape):
+        return False
+    if not same(new.stride(), after.stride()):
         return False
     node.target = functional
     key = ("written", next(_SERIAL))
@@ -121,8 +123,3 @@ def _value(node: fx.Node, op: Op) -> Tensor | None:
     if isinstance(new, Tensor):
         return new
     return None
-
-
-def _same_layout(one: Tensor, other: Tensor) -> bool:
-    pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=False)
-    return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in pairs)

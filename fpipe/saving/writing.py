@@ -250,9 +250,10 @@ class _Job:
                         "parameter; no checkpoint was written: apply the same updates to tied "
                         "leaves and to all ranks of a stage"
                     )
-        leaves = dict[str, Leaf]()
-        for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items()):
-            leaves[key] = Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
+        leaves = {
+            key: Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
+            for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items())
+        }
         manifest = Manifest(leaves=leaves, files=files, **facts)
         for key, leaf in leaves.items():
             manifest.check_leaf(key, leaf)

@@ -59,10 +59,9 @@ def copies_of(over: Over | None) -> tuple[Group | None, tuple[str, ...]]:
     patterns where copies are alike.
     """
     copies = getattr(over, "copies", None)  # an Over need not have the attribute
-    differing = () if copies is None else EVERY_LEAF if copies.cut else copies.own
-    if copies is not None and differing:
-        return (copies.group, differing)
-    return (None, ())
+    if copies is None or not (copies.cut or copies.own):
+        return None, ()
+    return copies.group, EVERY_LEAF if copies.cut else copies.own
 
 
 def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:

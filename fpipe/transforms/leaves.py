@@ -157,8 +157,6 @@ def by_kind(
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, leaf in enumerate(columns[0]):
         groups[kind(leaf) if keys is None else keys[index]].append(index)
-    if len(groups) == 1:
-        return list(kernel(*columns))
     merged: list[Column] = []
     for indices in groups.values():
         parts = kernel(*([column[i] for i in indices] for column in columns))

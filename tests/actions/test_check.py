@@ -422,20 +422,7 @@ def test_the_walk_visits_every_action_once_and_after_what_it_needs(family) -> No
         done.update(parts)
 
 
-@given(shuffled())
-def test_the_walk_of_ordered_rows_ends_where_any_walk_ends(drawn) -> None:
-    """Rows in which only other ranks can be waited for: both walks reach the same positions, or
-    block at the same.
-    """
-    rows, placement, microbatches = drawn
-    rows = [sorted(row, key=lambda action: "FBIW".index(action.op)) for row in rows]
-    quick = walk(rows, placement.stages, microbatches, ordered=True)
-    slow = walk(rows, placement.stages, microbatches)
-    assert quick.blocked == slow.blocked
-    assert sorted(quick.order) == sorted(slow.order)
-
-
-def test_rows_in_which_a_stage_waits_for_itself_are_not_ordered() -> None:
+def test_a_stage_that_waits_for_itself_blocks() -> None:
     rows = [(Action(0, "B", 0), Action(0, "F", 0))]
     assert inspect_rows(Rows(rows, Placement.loop(1), 1)).walk.blocked == ((0, 0, Fact("F", 0, 0)),)
 

@@ -24,7 +24,7 @@ from ...devices import cores
 from ...errors import MismatchError
 from ..agreement import Agreement
 from ..faults import FaultMonitor, too_many_files
-from ..group import Receiver, Sender, Tensors, Work
+from ..group import Following, Receiver, Sender, Tensors, Work
 from ..rendezvous import Gather
 from ..wire import WireFormat
 from . import _native
@@ -168,7 +168,7 @@ class SharedMemory:
             monitor.check()
             return following
 
-        following = _Next(partial(arrived, len(message)), partial(inbox.receive, form, message))
+        following = Following(partial(arrived, len(message)), partial(inbox.receive, form, message))
         return Receiver(post, fetch)
 
     def wait(self, src: int, reader: LaneReader) -> None:
@@ -234,14 +234,6 @@ class _Inbox(NamedTuple):
             if not reader.read(buffers, piece):
                 self.memory.refuse(self.src, piece.size)
         return form.unpack(buffers, _CPU)
-
-
-class _Next:
-    """The Work of a receive: the next message of a lane. All receives of one kind share it."""
-
-    def __init__(self, done: Callable[[], bool], wait: Callable[[], Tensors]):
-        self.done = done
-        self.wait = wait
 
 
 def connect(monitor: FaultMonitor, agreement: Agreement, gather: Gather) -> SharedMemory | None:

@@ -49,9 +49,7 @@ def units_of(model: nn.Module) -> Units:
             f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its "
             "stages as functions"
         )
-    opened = set[str]()
-    for name in chosen:
-        opened.update(name.rsplit(".", up)[0] for up in range(name.count(".") + 1))
+    opened = {name.rsplit(".", up)[0] for name in chosen for up in range(name.count(".") + 1)}
 
     def is_unit(path: str, child: nn.Module) -> bool:
         """Return whether a module is called as a whole: it is neither opened nor a container.

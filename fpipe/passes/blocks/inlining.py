@@ -69,7 +69,7 @@ class _Body:
         nodes = dict(zip(graph.inputs, arguments, strict=False))
         body = cls(into, graph, call.number, iter(graph.graph.graph.nodes), nodes)
         for inner, outer in nodes.items():
-            _same_storage(body, inner, outer)
+            _same_storage(body.storages, inner, outer)
         return body
 
 
@@ -87,12 +87,12 @@ def _backward(body: _Body, call: Node, cotangents: Sequence[Node]) -> list[Node]
     """Put the backward in front of its call; returns the gradients."""
     for inner, outer in zip(reversed(body.graph.inputs), reversed(cotangents), strict=False):
         body.nodes[inner] = outer
-        _same_storage(body, inner, outer)
+        _same_storage(body.storages, inner, outer)
     with body.into.graph.inserting_before(call):
         for node in body.rest:
             if node.target is operator.getitem and argument(node, 0).target is BACKWARD:
                 body.nodes[node] = cotangents[cast("int", node.args[1])]
-                _same_storage(body, node, body.nodes[node])
+                _same_storage(body.storages, node, body.nodes[node])
             elif node.op != "output":
                 _put(body, node, call)
     gradients = []
@@ -142,21 +142,19 @@ def _constant(body: _Body, node: Node) -> Node:
     return copy
 
 
-def _same_storage(body: _Body, inner: Node, outer: Node) -> None:
-    one = value_of(inner)
-    other = value_of(outer)
+def _same_storage(storages: dict[Hashable, Hashable], before: Node, after: Node) -> None:
+    """Enter that a node has the memory of another one, which comes in its place."""
+    one = value_of(before)
+    other = value_of(after)
     if one is not None and other is not None:
-        body.storages[storage(inner, one)] = storage(outer, other)
+        storages[storage(before, one)] = storage(after, other)
 
 
 def _replace(call: Node, results: Sequence[Node], storages: dict[Hashable, Hashable]) -> None:
     """Use the results in place of the items of a call."""
     for item in list(call.users):
         result = results[cast("int", item.args[1])]
-        value = value_of(item)
-        new = value_of(result)
-        if value is not None and new is not None:
-            storages[storage(item, value)] = storage(result, new)
+        _same_storage(storages, item, result)
         item.replace_all_uses_with(result)
         call.graph.erase_node(item)
     call.graph.erase_node(call)

@@ -219,11 +219,12 @@ def _steps(
         for stage in placement.stages_of(rank)
         if stage in tied or len(placement.ranks_of(stage)) > 1
     ]
-    ends: dict[int, int] = {}  # by stage, the position after its last gradient
-    for position, entry in enumerate(row, 1):
-        for part in entry.parts:
-            if part.op in "BW" and part.stage not in summed_first:
-                ends[part.stage] = position
+    ends = {  # by stage, the position after its last gradient
+        part.stage: position
+        for position, entry in enumerate(row, 1)
+        for part in entry.parts
+        if part.op in "BW" and part.stage not in summed_first
+    }
     reduced: list[OfShare] = []
     for position, unused, steps in _gathered(of, job, row):
         ready = [stage for stage, end in ends.items() if end == position]

@@ -132,13 +132,16 @@ def survey(ends: Iterable[GradientEdge], xs: Edges, ps: Edges, whole: bool = Fal
             forks.append(Fork(node, tuple(ports[node]), tuple(late)))
         else:
             passed.append(node)
+    leaves = (
+        getattr(node, "variable", None) for node in order if not nexts[node] and node not in marks
+    )
     reached = [reach[end.node] for end in ends]
     return Survey(
         tuple(forks),
         frozenset(index for index, bit in bits.items() if not bit & early),
         tuple(passed),
         tuple(i for i, bit in enumerate(reached) if not bit & 1 and bit & ~early),
-        tuple(_leaves(node for node in order if not nexts[node] and node not in marks)),
+        tuple(leaf for leaf in leaves if leaf is not None),
     )
 
 
@@ -160,14 +163,6 @@ def _walk(
         stack.append(node)
         stack += [m for m, _ in below if m is not None and m not in nexts]
     return nexts, list(order)
-
-
-def _leaves(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """The leaves of a graph among nodes."""
-    for node in nodes:
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
 
 
 def _early(

@@ -7,6 +7,7 @@ that has it, once for each signature of a call. Knows pytrees; no pipeline and n
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -21,7 +22,7 @@ from ...errors import BatchError
 from ...tree import AbstractTree
 
 #: Microbatches of arguments by name. Those of a whole batch are alike: one describes all.
-Descriptions: TypeAlias = Mapping[str, Sequence[AbstractTree]]
+Descriptions: TypeAlias = dict[str, Sequence[AbstractTree]]
 
 
 def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Absent:
@@ -110,9 +111,7 @@ def completed(
 
     ``absent`` and ``descriptions`` have an entry for each rank, so all raise the same errors.
     """
-    by_name: dict[str, Sequence[AbstractTree]] = {}
-    for of_rank in reversed(descriptions):
-        by_name |= of_rank
+    by_name = ChainMap(*descriptions)
     for name in dict.fromkeys(name for names in absent for name in names):
         if name not in by_name:
             raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")

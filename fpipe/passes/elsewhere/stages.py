@@ -9,6 +9,7 @@ Knows configurations and groups; no plan.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,9 +56,7 @@ def described(config: Config) -> tuple[Stage, ...]:
             )
         if isinstance(found[1], str):
             raise StageError(f"rank {config.group.global_rank(rank)}: {found[1]}")
-    known: dict[int, Mapping[str, Any]] = {}
-    for _, stages, _ in reversed(reports):
-        known |= stages
+    known = ChainMap(*(stages for _, stages, _ in reports))
     return tuple(_described(s, stage, known) for s, stage in enumerate(functions))
 
 

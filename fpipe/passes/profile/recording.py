@@ -105,16 +105,15 @@ class Log(NamedTuple):
     def run(self) -> Run:
         """What was recorded."""
         plan = self.bound.plan
-        starts = self.clock.seconds(
-            self.starts[: len(self.ends)]
-        )  # an error leaves one without end
-        ends = self.clock.seconds(self.ends)
+        # an error leaves one without end
+        starts, ends = map(self.clock.seconds, (self.starts[: len(self.ends)], self.ends))
         instructions = plan.instructions[self.first :]
         messages = list(_messages(plan.instructions))[self.first :]
-        events = []
-        for ins, message, start, end in zip(instructions, messages, starts, ends, strict=False):
-            events.append(Event(ins.kind, ins.action, start, end, *message))
-        return Run(plan.rank, tuple(events), tuple(plain(plan.row)))
+        events = tuple(
+            Event(ins.kind, ins.action, start, end, *message)
+            for ins, message, start, end in zip(instructions, messages, starts, ends, strict=False)
+        )
+        return Run(plan.rank, events, tuple(plain(plan.row)))
 
 
 def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, int]]:

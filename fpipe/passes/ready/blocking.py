@@ -69,8 +69,7 @@ class _Graph:
             for source in self.sources(place):
                 sender, _ = source
                 if sender != rank:
-                    readers = self.readers.setdefault(source, set())
-                    readers.add(place)
+                    self.readers.setdefault(source, set()).add(place)
 
     def sources(self, place: Place) -> Iterator[Place]:
         """The actions of which an action needs a fact."""
@@ -93,19 +92,13 @@ class _Graph:
         for rank, row in enumerate(self.rows):
             for position, earlier in enumerate(before(row)):
                 place = (rank, position)
-                waits = set[Node]()
-                for source in self.sources(place):
-                    waits.add(("run", *source))
-                for one in earlier:
-                    waits.add(("run", rank, one))
+                waits: set[Node] = {("run", rank, one) for one in earlier}
+                waits |= {("run", *source) for source in self.sources(place)}
                 if position >= self.window:
                     waits.add(("all", rank, position - self.window))
                 graph["start", rank, position] = waits
                 graph["send", rank, position] = set(self.sends(place))
-                graph["run", rank, position] = {
-                    ("start", *place),
-                    ("send", *place),
-                }
+                graph["run", rank, position] = {("start", *place), ("send", *place)}
                 whole: set[Node] = {("run", *place)}
                 if position:
                     whole.add(("all", rank, position - 1))
@@ -127,8 +120,7 @@ def _possible(
     for place, node in enumerate(order):
         for earlier in definite[node]:
             before_it = number[earlier]
-            reach[place] |= reach[before_it]
-            reach[place] |= 1 << before_it
+            reach[place] |= reach[before_it] | 1 << before_it
     possible = {node: set(waits) for node, waits in definite.items()}
     for rank, row in enumerate(graph.rows):
         for position in range(len(row)):
@@ -148,11 +140,7 @@ def _possible(
 
 def _blocks(schedule: Rows, window: int, circle: Sequence[Node]) -> ScheduleError:
     """The error that names a send that may wait for ever, and what it keeps from running."""
-    _, rank, position = circle[0]
-    for kind, *place in circle:
-        if kind == "send":
-            rank, position = place
-            break
+    _, rank, position = next((node for node in circle if node[0] == "send"), circle[0])
     action = schedule.rows[rank][position]
     return ScheduleError(
         f"window={window}: rank {rank} may wait for ever in a send of {action}, at position "

@@ -30,10 +30,7 @@ class _Counting(MemoryAccount):
 
     def taken(self) -> int:
         """The bytes that were begun since the last call, and are still held."""
-        held = 0
-        for storage, size in self.begun.items():
-            if storage in self._sizes:
-                held += size
+        held = sum(size for storage, size in self.begun.items() if storage in self._sizes)
         self.begun.clear()
         return held
 
@@ -61,20 +58,15 @@ def bound(plan: Plan, nodes: Sequence[Node], window: int) -> tuple[int, ...]:
         for key, later in zip(ins.writes, needed, strict=True):
             if not later:
                 account.end(key)
-        excess[position] = max(
-            excess[position],
-            during - start,
-            account.live - start,
-        )
+        excess[position] = max(excess[position], during - start, account.live - start)
         for place in ends:
             account.end(ins.reads[place])
         added[position] += account.taken()
     for position in range(reached + 1, count):
         before[position] = account.live
-    most = []
-    for first in range(count):
-        near = slice(first, first + window)
-        more = sum(added[near])
-        during = max(excess[near], default=0)
-        most.append(before[first] + more + during)
+    windows = [slice(first, first + window) for first in range(count)]
+    most = [
+        held + sum(added[near]) + max(excess[near])
+        for held, near in zip(before, windows, strict=True)
+    ]
     return tuple(most[position] for position in positions)

@@ -20,7 +20,7 @@ from .window import before, unawaited
 
 #: What a node is. No other rank waits for a body that is "last"; a node that is "placed" runs once
 #: all bodies before it have run.
-BODY, LAST, SEND, WAIT, PLACED = KINDS = range(5)
+BODY, LAST, SEND, WAIT, PLACED = NODE_KINDS = range(5)
 #: Who sends the microbatches that come late, in place of a rank.
 CALLER = -1
 
@@ -119,10 +119,7 @@ def _positions(plan: Plan) -> list[int]:
     """The position of each instruction: of its action or, where that is another rank's, of the
     next instruction.
     """
-    own = {}
-    for place, action in enumerate(plan.row):
-        for part in action.parts:
-            own[part] = place
+    own = {part: place for place, action in enumerate(plan.row) for part in action.parts}
     position = len(plan.row)
     positions = []
     for ins in reversed(plan.keyed):

@@ -42,11 +42,8 @@ class Ready(Feature):
         window = self.window or default_window(schedule.rows, schedule.units)
         if isinstance(builder.messages, WiredMessages):
             # A message shows what its sender had run only outside of its window.
-            parts = 1
-            for row in schedule:
-                for action in row:
-                    parts = max(parts, len(action.parts))
-            builder.messages.lag = window * parts
+            parts = (len(action.parts) for row in schedule for action in row)
+            builder.messages.lag = window * max(parts, default=1)
         return _OnRank(builder, window)
 
 

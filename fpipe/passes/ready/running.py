@@ -19,7 +19,7 @@ from ...collectives.group import Group, Pending as Arrival, Tensors, Work
 from ...engine.execute import Executable
 from ...lowering.instruction import Registers, StepFn
 from ...lowering.instructions import Wait, nothing
-from .nodes import BODY, CALLER, KINDS, LAST, PLACED, SEND, WAIT, Node
+from .nodes import BODY, CALLER, LAST, NODE_KINDS, PLACED, SEND, WAIT, Node
 
 #: A work to wait for, and the slots of its result.
 Pending: TypeAlias = tuple[Work, tuple[int, ...]]
@@ -65,7 +65,7 @@ class Order:
     def __init__(self, plan: Any, executable: Executable):
         self.plan = plan
         self.executable = executable
-        self.kinds = [0] * len(KINDS)  # the nodes of each kind
+        self.kinds = [0] * len(NODE_KINDS)  # the nodes of each kind
         #: The works of receives that need not begin, where the group has a ``fetch``.
         self.works: dict[int, Work] = {}
         at = [0] * (len(plan.row) + 2)

@@ -9,19 +9,19 @@ tensors.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import exp, inf
 from random import Random
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from ...actions.action import AnyAction, Placement, Row
-from ...actions.action_kinds import KINDS
+from ...actions.action_kinds import KINDS, READERS
 from ...actions.broken_rules import stuck
 from ...actions.check import Inspection
 from ...actions.costs import Costs, number
 from ...actions.dependencies import Facts
-from ...actions.simulation import Step, overlapped, steps_of_all
+from ...actions.simulation import Step, overlap_of, steps_of_all, timeline_of
 from ...actions.timeline import Carried, Timeline
 from ...errors import ScheduleError
 from .window import before, check_window, default_window, unawaited
@@ -40,7 +40,7 @@ def timeline(
     window: int | None,
 ) -> Timeline:
     """The timeline; its rows are in the order in which they ran."""
-    rows, placement, units, slices = inspected.schedule
+    rows, placement, units, _ = inspected.schedule
     if order not in ORDERS:
         raise ScheduleError(f"order={order!r:.80}; give 'row' or 'ready'", rule="order")
     if inspected.walk.blocked:
@@ -50,21 +50,14 @@ def timeline(
         width = 1
     run = _Run(inspected, costs, number("jitter", jitter), seed, width)
     run.all()
-    sizes = costs.of_units("size", units, slices)
-    return Timeline(
-        tuple(tuple(rank.row[position] for position in rank.order) for rank in run.ranks),
+    ran = [tuple(rank.row[position] for position in rank.order) for rank in run.ranks]
+    times = (
         tuple(rank.starts for rank in run.ranks),
         tuple(rank.ends for rank in run.ranks),
-        placement,
-        units,
         tuple(rank.causes for rank in run.ranks),
-        memory=costs.memory(placement.stages),
-        boundary=costs.spread("boundary", placement.stages - 1),
-        name=name,
-        unit=costs.unit,
-        carried=tuple(tuple(rank.carried) for rank in run.ranks),
-        sizes=sizes if set(sizes) != {1.0} else (),
+        tuple(tuple(rank.carried) for rank in run.ranks),
     )
+    return timeline_of(inspected.schedule._replace(rows=ran), costs, name, times)
 
 
 class _Part(NamedTuple):
@@ -91,11 +84,7 @@ class _Rank:
         self.parts = parts
         self.window = window
         #: By position: factors of the time of the action, and of the time of its messages.
-        self.factors = []
-        for _ in row:
-            of_action = exp(random.gauss(0, jitter))
-            of_message = exp(random.gauss(0, jitter))
-            self.factors.append((of_action, of_message))
+        self.factors = [[exp(random.gauss(0, jitter)) for _ in range(2)] for _ in row]
         self.before = before(row)
         self.last = [unawaited(action) for action in row]
         self.done = set[int]()
@@ -127,8 +116,7 @@ class _Run:
     def __init__(self, inspected: Inspection, costs: Costs, jitter: float, seed: int, window: int):
         rows, placement, units, slices = inspected.schedule
         self.facts = facts = Facts(placement.stages, units)
-        sizes = costs.of_units("size", units, slices)
-        steps = steps_of_all(facts, placement, costs, sizes, slices)
+        steps = steps_of_all(facts, placement, costs, slices)
         random = Random(seed)
         parts = partial(_parts, facts, placement, steps)
         self.ranks = []
@@ -138,13 +126,7 @@ class _Run:
         present = facts.initial()
         self.computed = array("d", [0.0 if here else inf for here in present])
         self.delay = array("d", [1.0]) * facts.size
-        overlap = costs.overlap
-        if not callable(overlap):
-            overlap = costs.times(placement.stages).get("overlap")
-        self.overlap: Callable[[AnyAction, float, float], tuple[float, Sequence[Carried]]] | None
-        self.overlap = None
-        if overlap is not None:
-            self.overlap = partial(overlapped, cast(Any, overlap), slices)
+        self.overlap = overlap_of(costs, placement.stages, slices)
 
     def all(self) -> None:
         """Run all actions, in the order of time."""
@@ -237,8 +219,5 @@ def _parts(
 
 def _reader(path: Sequence[int], stage: int, fact: str) -> int | None:
     """The rank of the other stage that reads a fact; None: no other stage does."""
-    users = {need: -by for kind in KINDS.values() for need, by in kind.needs if by}
-    reader = stage + users.get(fact, 0)
-    if fact not in users or not 0 <= reader < len(path):
-        return None
-    return path[reader]
+    reader = stage + READERS.get(fact, 0)
+    return path[reader] if reader != stage and 0 <= reader < len(path) else None

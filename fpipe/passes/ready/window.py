@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...actions.action import AnyAction, Row
-from ...actions.action_kinds import KINDS
+from ...actions.action_kinds import KINDS, READERS
 from ...errors import ScheduleError
-
-#: The facts for which another stage waits.
-_AWAITED = {fact for kind in KINDS.values() for fact, by in kind.needs if by}
 
 
 def default_window(rows: Sequence[Row], units: int) -> int:
@@ -72,4 +69,4 @@ def before(row: Row) -> list[tuple[int, ...]]:
 
 def unawaited(action: AnyAction) -> bool:
     """Whether no other stage waits for an action."""
-    return _AWAITED.isdisjoint(fact for part in action.parts for fact in KINDS[part.op].provides)
+    return not any(fact in READERS for part in action.parts for fact in KINDS[part.op].provides)

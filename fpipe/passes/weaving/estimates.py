@@ -75,9 +75,8 @@ def started(one: Operation) -> Collective | None:
     named = [arg for arg in one.args if isinstance(arg, str) or hasattr(arg, "group_name")]
     communicator = named[-1] if named else "?"
     members = str(getattr(communicator, "group_name", communicator))
-    dtypes = [str(aval.dtype).removeprefix("torch.") for aval in results]
     signature = [
-        f"{dtype}[{len(aval.shape)} axes]" for dtype, aval in zip(dtypes, results, strict=True)
+        f"{str(aval.dtype).removeprefix('torch.')}[{len(aval.shape)} axes]" for aval in results
     ]
     return Collective(one.name, _name(one), members, ", ".join(signature), nbytes, _device(results))
 
