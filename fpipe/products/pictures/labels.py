@@ -163,9 +163,7 @@ def units(scene: Scene) -> str:
 def _range(values: Collection[float]) -> str:
     least = number(min(values))
     most = number(max(values))
-    if least == most:
-        return least
-    return f"up to {most}" if least == "0" else f"{least} to {most}"
+    return least if least == most else f"{least} to {most}"
 
 
 def hint(bar: Bar, scene: Scene) -> str:
