@@ -1024,6 +1024,8 @@ BOOST = {
     "install.md": 2,
     "reference/pipelines.md": 2,
     "howto/checkpoints.md": 2,
+    "howto/choose.md": 3,
+    "glossary.md": 4,
     "changelog.md": 0.5,
 }
 
