@@ -170,7 +170,7 @@ def test_contents_of_the_reference_list_methods(site: Path):
         r'<a href="#([^"]+)" class="md-nav__link">\s*<span[^>]*>\s*([^<]*?)\s*<', page
     )
     assert ("fpipe.Timeline", "Timeline") in contents
-    assert ("fpipe.Timeline.peak", "peak") in contents
+    assert ("fpipe.Timeline.peak", "Timeline.peak") in contents
     assert not any(anchor.startswith("fpipe.Solved.check") for anchor, _ in contents)
 
 
