@@ -205,15 +205,15 @@ def _lasted(
 
 def scattered(runs: Sequence[Run]) -> Iterator[str]:
     """The kind of action whose mean is farthest above its median, as a sentence, if it is far."""
-    _, mean, usual, what = max(
-        (fmean(times) - median(times), fmean(times), median(times), f"stage {stage}'s {op}")
+    _, what, *found = max(
+        (fmean(times) - median(times), f"stage {stage}'s {op}", fmean(times), median(times))
         for op, by_stage in _lasted([runs])[0].items()
         for stage, times in by_stage.items()
     )
-    if mean > _SCATTER * usual:
-        mean_ms, median_ms = in_ms(mean, usual)
+    if found[0] > _SCATTER * found[1]:
+        mean, usual = in_ms(*found)
         yield (
-            f"The times scatter. The mean of {what} is {mean_ms} ms, its median {median_ms} ms: "
+            f"The times scatter. The mean of {what} is {mean} ms, its median {usual} ms: "
             "something else disturbed it. Measure again, with more steps."
         )
 
