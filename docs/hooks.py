@@ -338,7 +338,9 @@ ABOUT = {
     "gradients.",
     "stages": "A stage is a function of its parameters and its input. Modules are cut into stages, "
     "batches into microbatches.",
-    "schedules": "A schedule is a table of actions, with one row for each rank.",
+    "schedules": "A schedule is a table of actions, with one row for each rank. This page has "
+    "actions, placements, which say what rank has which stage, and the functions that make "
+    "schedules.",
     "simulation": "`Costs` say what actions take. `Schedule.simulate(costs)` returns a `Timeline`. "
     "`solve` searches for a schedule, `balance` for equal stages.",
     "ranks": "A group has the ranks of a pipeline, in this process or in many. Each has a device.",
@@ -357,7 +359,7 @@ SECTIONS = {
     "Modules": ("stages", "from_module to_module"),
     "Batches": ("stages", "Microbatches elsewhere pack pad"),
     "Programs of a stage": ("stages", "Programs trace"),
-    "Schedules": (
+    "Actions, placements and schedules": (
         "schedules",
         "Action Fused Placement Schedule Slice make_schedule register_schedule schedule_names",
     ),
@@ -1024,6 +1026,8 @@ BOOST = {
     "install.md": 2,
     "reference/pipelines.md": 2,
     "howto/checkpoints.md": 2,
+    "howto/choose.md": 3,
+    "glossary.md": 4,
     "changelog.md": 0.5,
 }
 
@@ -1042,7 +1046,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Shorten names in the contents of a page of the reference: a method stands below its class.
+    """Shorten names in the contents of a page of the reference.
     Let output that has an error wrap.
     """
     if page.file.src_uri.startswith("reference/"):
@@ -1063,12 +1067,11 @@ def wrapped(html: str) -> str:
     )
 
 
-def shorten(items: Any, owner: str = "fpipe") -> None:
-    """Remove from the titles of headings what the heading above them says."""
+def shorten(items: Any) -> None:
+    """Remove the name of the package from the titles of headings."""
     for item in items:
-        name = item.title
-        item.title = name.removeprefix(f"{owner}.").removeprefix("fpipe.")
-        shorten(item.children, name)
+        item.title = item.title.removeprefix("fpipe.")
+        shorten(item.children)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

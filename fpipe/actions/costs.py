@@ -61,26 +61,27 @@ class Costs:
 
     * **Time.** An action of kind F, I, W or B takes the time of that name.
     * **Messages.** A message between two ranks takes ``comm + boundary / bandwidth``.
-    * **Memory.** F stores ``saved`` bytes. I frees all but ``kept`` of them, and W frees the rest.
-      B frees all at once.
+    * **Memory.** F stores ``saved``. I frees all of it but ``kept``, and W frees the rest. B frees
+      all at once.
     * **Microbatches.** ``load`` and ``size`` give each microbatch a factor. A slice of a microbatch
       has an equal share of its costs.
 
     Args:
         F: the time of a forward.
-        I: that of the gradient of a stage's input.
-        W: that of the gradients of its parameters.
-        B: that of both gradients in one action; by default I + W.
+        I: the time of the backward that computes the gradient of the stage's input.
+        W: the time of the backward that computes the gradients of the stage's parameters.
+        B: the time of a backward that computes both; by default I + W.
         overlap: the time of a fused action, by the stage of its first part, or a function of an
             action, as ``pipe.plan(...).costs`` has; by default the sum of its parts.
-        comm: the latency of a message. It and the next four are one number, or one for each
-            boundary between a stage and the next.
+        comm: the latency of a message. Costs of messages (``comm``, ``boundary``, ``bandwidth``,
+            ``send``, ``receive``) are one number, or one for each boundary between two stages.
         boundary: the bytes of a message.
-        bandwidth: the bytes that a message sends in a unit of time.
-        send: how long a message keeps its sender's rank busy, after the action.
-        receive: how long it keeps its receiver's rank busy, before the action that needs it.
-        saved: the bytes that F stores for the backward.
-        kept: the bytes of them that W still needs after I; by default all.
+        bandwidth: how many bytes of a message a link carries in a unit of time.
+        send: how long a message keeps the sending rank busy, after the action.
+        receive: how long a message keeps the receiving rank busy, before the action that needs it.
+        saved: the memory that F stores for the backward, in bytes, or in any other unit: the
+            default 1.0 counts microbatches.
+        kept: the part of ``saved`` that W still needs after I, in the same unit; by default all.
         load: a factor of the times of each microbatch, or of each slice of every microbatch: later
             slices of causal attention take longer.
         size: such factors of the bytes that a microbatch saves, keeps and sends.

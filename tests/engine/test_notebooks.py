@@ -77,7 +77,7 @@ def test_a_profile_shows_its_last_step():
         step(*batch)
         shown = step._repr_html_()
         assert f"The median of {number} step{'s' * (number > 1)}: measured" in shown
-        assert "ranks in turn; simulated" in shown
+        assert "ms; simulated, ranks at once: " in shown
         assert "<svg" in shown
     assert len(texts(shown)) > 10
     assert "<details" not in shown and ">rank</th>" in shown

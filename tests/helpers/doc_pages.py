@@ -62,6 +62,8 @@ def shell(line: str) -> None:
     if words[0] == "fpipe" and words[1] != "train":
         scripts = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
         assert main(scripts[1:]) == 0, line
+    elif words[0] in ("git", "cd"):
+        assert f'{words[-1]}"' in (ROOT / "pyproject.toml").read_text(), line
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), (
             f"no target: {line}"

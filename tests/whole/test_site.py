@@ -79,6 +79,18 @@ FIRST = {
     "clip gradient norm": "howto/training.html#clipping",
     "checkpoint": "howto/checkpoints.html",
 }
+#: questions as people ask them -> places of which one is first on the first or the second page
+QUESTIONS = {
+    "which schedule should I use": "howto/choose.html",
+    "choose a schedule": "howto/choose.html",
+    "my run hangs": "howto/hang.html",
+    "timeout": "howto/cluster.html#time-outs howto/hang.html#a-rank",
+    "how do I cut my model into stages": "howto/model.html#an-nnmodule",
+    "multiple gpus": "howto/machines.html#with-torchrun",
+    "weight tying": "sharp.html#tied-parameters",
+    "what is a bubble": "glossary.html#bubble",
+    "multi node slurm": "howto/cluster.html#slurm",
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +114,7 @@ def test_search_finds_what_people_type(site: Path):
     node = Path(wheel.__file__).parent / "bin" / "node"
     (worker,) = (site / "assets/javascripts/workers").glob("search.*.js")
     index = site / "search/search_index.json"
-    queries = dict.fromkeys([*QUERIES, *FIRST])
+    queries = dict.fromkeys([*QUERIES, *FIRST, *QUESTIONS])
     command = [str(node), str(ROOT / "tests/helpers/search.js"), str(worker), str(index), *queries]
     found = json.loads(
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -112,6 +124,9 @@ def test_search_finds_what_people_type(site: Path):
         assert any(item.startswith(place) for item in first), f"{query}: {first}"
     first = {query: found[query][0][0] if found[query] else "nothing" for query in FIRST}
     assert [item for item in first.items() if not item[1].startswith(FIRST[item[0]])] == []
+    for query, places in QUESTIONS.items():
+        tops = [page[0] for page in found[query][:2]]
+        assert any(top.startswith(tuple(places.split())) for top in tops), f"{query}: {tops}"
 
 
 class Links(HTMLParser):
@@ -155,7 +170,7 @@ def test_contents_of_the_reference_list_methods(site: Path):
         r'<a href="#([^"]+)" class="md-nav__link">\s*<span[^>]*>\s*([^<]*?)\s*<', page
     )
     assert ("fpipe.Timeline", "Timeline") in contents
-    assert ("fpipe.Timeline.peak", "peak") in contents
+    assert ("fpipe.Timeline.peak", "Timeline.peak") in contents
     assert not any(anchor.startswith("fpipe.Solved.check") for anchor, _ in contents)
 
 

@@ -34,9 +34,8 @@ The measured time is from the start of the first action of all ranks to the end 
 whole step has also what is before and after. A simulated action takes the mean time of its kind on
 its stage.""",
     """\
-The ranks ran in turn, in one process: the measured time is that of all of them, one after the
-other. In the simulation they run at once. A simulated action takes the mean time of its kind on its
-stage.""",
+One process ran the ranks in turn, one after the other: that time is measured. In the simulation
+they run at once. A simulated action takes the mean time of its kind on its stage.""",
 )
 
 #: What the heads and cells of a profile's tables say.
@@ -61,6 +60,17 @@ _OWN = {
     "between": "spends {} more than the other ranks between its instructions",
 }
 _LEAST = 0.05  #: of a step, for a rank to be named
+_SCATTER = 1.5  #: times the median is a mean that is named
+
+
+def in_ms(*times: float) -> Iterator[str]:
+    """Times in milliseconds, the largest with three digits or more, the others with its decimals.
+
+    >>> list(in_ms(0.0123456, 0.002, 0.0)), *in_ms(1.23456)
+    (['12.3', '2.0', '-'], '1235')
+    """
+    decimals = sum(1e3 * max(times, default=0) < limit for limit in (1, 10, 100))
+    return (f"{1e3 * time:.{decimals}f}" if time else "-" for time in times)
 
 
 class Message(NamedTuple):
@@ -150,16 +160,7 @@ def costs(
     """The costs of these steps, of all ranks, for whole microbatches; ``saved`` and ``kept`` are
     bytes by stage.
     """
-    lasted = {op: defaultdict[int, list[float]](list) for op in ("F", "B", "I", "W", "overlap")}
-    stages = 0
-    slices = 1
-    for runs in steps:
-        for _, action, start, end in spans(runs):
-            first = action.parts[0]
-            slices = first.slices
-            op = action.op if isinstance(action, Action) else "overlap"
-            lasted[op][first.stage].append((end - start) * slices)
-            stages = max(stages, *(part.stage + 1 for part in action.parts))
+    lasted, stages, slices = _lasted(steps)
     forward, whole, inputs, weights, overlap = (
         {stage: fmean(times) for stage, times in by_stage.items()} for by_stage in lasted.values()
     )
@@ -183,6 +184,38 @@ def costs(
         overlap=row(one_by_one | overlap) if overlap else None,
         **(_links(steps, stages, slices) if stages > 1 else {}),
     )
+
+
+def _lasted(
+    steps: Iterable[Sequence[Run]],
+) -> tuple[dict[str, defaultdict[int, list[float]]], int, int]:
+    """The times of whole microbatches by op and stage, how many stages there are, and slices."""
+    lasted = {op: defaultdict[int, list[float]](list) for op in ("F", "B", "I", "W", "overlap")}
+    stages = 0
+    slices = 1
+    for runs in steps:
+        for _, action, start, end in spans(runs):
+            first = action.parts[0]
+            slices = first.slices
+            op = action.op if isinstance(action, Action) else "overlap"
+            lasted[op][first.stage].append((end - start) * slices)
+            stages = max(stages, *(part.stage + 1 for part in action.parts))
+    return lasted, stages, slices
+
+
+def scattered(runs: Sequence[Run]) -> Iterator[str]:
+    """The kind of action whose mean is farthest above its median, as a sentence, if it is far."""
+    _, what, *found = max(
+        (fmean(times) - median(times), f"stage {stage}'s {op}", fmean(times), median(times))
+        for op, by_stage in _lasted([runs])[0].items()
+        for stage, times in by_stage.items()
+    )
+    if found[0] > _SCATTER * found[1]:
+        mean, usual = in_ms(*found)
+        yield (
+            f"The times scatter. The mean of {what} is {mean} ms, its median {usual} ms: "
+            "something else disturbed it. Measure again, with more steps."
+        )
 
 
 def _links(
@@ -236,10 +269,10 @@ def length(runs: Sequence[Run]) -> float:
     return max(run.events[-1].end for run in runs) - min(run.events[0].start for run in runs)
 
 
-def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
+def late(steps: Sequence[Sequence[Run]], simulated: float, in_turn: bool = False) -> str:
     """The rank for which the others wait most, as a sentence. Its own times are compared with those
     of the other ranks; others than that of programs count as far as the step is longer than
-    ``simulated``.
+    ``simulated``. Of ranks ``in_turn`` only programs count, in a step of the simulation.
     """
     excess = defaultdict[tuple[int, str], list[float]](list)
     for runs in steps:
@@ -249,7 +282,7 @@ def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
             times = [one[kind] for one in spent]
             for rank, time in enumerate(times):
                 excess[rank, kind].append(time - median(times[:rank] + times[rank + 1 :]))
-    whole = median_low(map(length, steps))
+    whole = simulated if in_turn else median_low(map(length, steps))
 
     def share(which: tuple[int, str]) -> float:
         """Of a step, in which the others wait."""
@@ -258,10 +291,16 @@ def late(steps: Sequence[Sequence[Run]], simulated: float) -> str:
 
     rank, kind = which = max(excess, key=share)
     if share(which) < _LEAST:
-        return f"No rank makes the others wait for {_LEAST:.0%} of a whole step."
-    time = median(excess[which])
-    return (
-        f"Rank {rank} {_OWN[kind].format(f'{1e3 * time:.0f} ms')} in "
-        f"{'every step' if min(excess[which]) > time / 2 else 'most steps'}; the others wait for "
-        f"it, {share(which):.1%} of a whole step of {1e3 * whole:.2f} ms."
+        return f"The ranks are even: none makes the others wait for {_LEAST:.0%} of a step."
+    late_by, of_step = in_ms(median(excess[which]), whole)
+    often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"
+    text = (
+        f"Rank {rank} {_OWN[kind].format(f'{late_by} ms')} in {often}. The others wait for it: "
+        f"{share(which):.0%} of a step of {of_step} ms."
     )
+    if kind != "programs":
+        return text
+    times = defaultdict[int, float](float)
+    for action, (start, end) in _times(steps[-1][rank]).items():
+        times[action.stage] += end - start
+    return f"{text} Its longest stage is {max(times, key=times.__getitem__)}."

@@ -9,7 +9,7 @@ simulated. Knows pipelines and recorded events; no backend.
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -35,7 +35,7 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import ABOUT, MEANINGS, costs, late, length, shares, timeline
+from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, scattered, shares, timeline
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ class Profile:
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
-        median_of = f"<p>The median of {counted(len(self.runs), 'step')}: {self._headline}</p>"
-        body = [median_of, f"<p>{ABOUT[self.in_turn]}</p>", pictures.figure(self._drawn)]
+        median_of = f"The median of {counted(len(self.runs), 'step')}: {self._headline}"
+        about = *self._verdict, median_of, ABOUT[self.in_turn]
+        body = [*(f"<p>{line}</p>" for line in about), pictures.figure(self._drawn)]
         for title, rows in self._tables.items():
             table = pictures.table(rows[0], rows[1:])
             body.append(f"<p>{title}</p>{table}<p>{'<br/>'.join(_meanings(rows))}</p>")
@@ -105,15 +106,15 @@ class Profile:
     @property
     def _headline(self) -> str:
         real, would = self.timeline, self.simulated
+        whole, took, at_once = in_ms(length(self._median), real.total, would.total)
         if self.in_turn:
             return (
-                f"measured {1e3 * real.total:.2f} ms, ranks in turn; simulated "
-                f"{1e3 * would.total:.2f} ms, ranks at once, bubble {would.bubble:.1%}"
+                f"measured, ranks in turn: {took} ms; simulated, ranks at once: {at_once} ms, "
+                f"bubble {would.bubble:.1%}"
             )
         return (
-            f"measured {1e3 * real.total:.2f} ms, bubble {real.bubble:.1%}, whole step "
-            f"{1e3 * length(self._median):.2f} ms; simulated {1e3 * would.total:.2f} ms, "
-            f"{would.total / real.total:.1%} of the measured time"
+            f"measured: {took} ms, bubble {real.bubble:.1%}, whole step {whole} ms; "
+            f"simulated: {at_once} ms, {would.total / real.total:.1%} of the measured time"
         )
 
     @property
@@ -199,7 +200,8 @@ class Profile:
     def __str__(self) -> str:
         if not self.runs:
             return repr(self)
-        lines = [self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
+        lines = [fill(sentence, 80) for sentence in self._verdict]
+        lines += ["", self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
         for title, rows in self._tables.items():
             lines += ["", title, *product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])
@@ -209,25 +211,32 @@ class Profile:
         """Title -> the rows of a table below its head."""
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
         price = self._price
-        columns = {op: getattr(price, op) for op in OPS if op in ran}
+        columns = {op: in_ms(*getattr(price, op)) for op in OPS if op in ran}
         parts = [shares(run) for run in self._median]
         sums = {name: sum(part[name] for part in parts) for name in dict.fromkeys(chain(*parts))}
         if self.in_turn:
             sums.pop("waiting", None)  # for the turns of others
         whole = sum(sums.values())
         seen = {name: f"{sums[name] / whole:.1%}" for name in sums if sums[name] >= 5e-4 * whole}
-        of_ranks = ([part[name] for name in seen] for part in parts)
+        of_ranks = (in_ms(*(part[name] for part in parts)) for name in seen)
         return {
-            "What actions take by stage, mean times in ms": [
+            "Mean times of actions by stage, in ms": [
                 ("stage", *columns),
-                *map(_in_ms, count(), zip(*columns.values(), strict=True)),
+                *zip(count(), *columns.values(), strict=False),
             ],
-            "What the time of each rank is, in ms": [
+            "What each rank spends its time on, in ms": [
                 ("rank", *seen),
-                *map(_in_ms, count(), of_ranks),
+                *zip(count(), *of_ranks, strict=False),
                 ("%", *seen.values()),
             ],
         }
+
+    @property
+    def _verdict(self) -> Iterator[str]:
+        """What to mend, in sentences."""
+        if len(self._median) > 1 and all(run.events for run in self._last):
+            yield late(self._alike, self.simulated.total, self.in_turn)
+        yield from scattered(self._median)
 
     @property
     def _sentences(self) -> Iterator[str]:
@@ -243,8 +252,6 @@ class Profile:
                 )
         if self.prepared.seconds:
             yield f"Preparation, in this process: {self.prepared}."
-        if not self.in_turn and len(self._median) > 1 and all(run.events for run in self._last):
-            yield late(self._alike, self.simulated.total)
 
 
 def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
@@ -279,11 +286,6 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
     's'
     """
     return Profile(step, name=name)
-
-
-def _in_ms(number: int, times: Iterable[float]) -> Sequence[object]:
-    """A row of a table of seconds."""
-    return number, *(f"{1e3 * time:.3f}" if time else "-" for time in times)
 
 
 def _meanings(rows: Sequence[Sequence[object]]) -> list[str]:

@@ -50,20 +50,18 @@ def run(settings: Settings, source: str) -> int:
         f"{s.name or source}: {s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
-    with screen(console, title, settings.steps) as show:
+    beside = f"{s.simulate(per='rank').bubble:.0%} simulated"
+    if cores() < s.ranks:
+        beside += f": {s.ranks} processes share {counted(cores(), 'core')}"
+    with screen(console, title, settings.steps, beside) as show:
         parts = conduct(settings, show)
         largest = largest_difference(settings, parts)
-        colour = "red" if largest else "green"
+        differ = f"[bold red]differ by at most {largest:g}[/]"
         show(
-            "Last step compared with one process: loss and gradients differ by at most "
-            f"[bold {colour}]{largest:g}[/]"
+            "Last step compared with one process: loss and gradients "
+            f"{differ if largest else 'are [bold green]identical[/]'}"
         )
         show(f"Simulated and measured timeline: [bold]{settings.page}[/bold]")
-        if cores() < s.ranks:
-            show(
-                f"[dim]({s.ranks} processes share {counted(cores(), 'core')}, so measured times "
-                "are longer)[/dim]"
-            )
     return 1 if largest else 0
 
 
@@ -112,15 +110,18 @@ def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
 
 
 @contextmanager
-def screen(console: Console, title: str, steps: int) -> Iterator[Callable[[Step | str], None]]:
+def screen(
+    console: Console, title: str, steps: int, beside: str
+) -> Iterator[Callable[[Step | str], None]]:
     """Shows steps and lines while the block runs: a panel of progress, loss, speed, the last
     measured timeline and the lines; or without a terminal the lines, and one for every tenth of
-    the steps.
+    the steps. ``beside`` stands beside the measured bubble.
     """
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(None),
         MofNCompleteColumn(),
+        TextColumn("steps, ran"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -142,14 +143,20 @@ def screen(console: Console, title: str, steps: int) -> Iterator[Callable[[Step 
             bar.update(task, completed=news.number + 1, description=described(news))
             if news.timeline:
                 ran = replace(news.timeline, name="the step of median time")
-                drawn = Text.from_ansi("\n" + strip(ran, console, console.width - 4, LANES))
+                picture = strip(ran, console, console.width - 4, LANES)
+                drawn = Text.from_ansi(f"\n{bubbles(news)} (blank: idle)\n{picture}")
         panel.renderable = Group(bar, drawn, *lines)
+
+    def bubbles(step: Step) -> str:
+        return f"bubble {step.timeline.bubble:.0%} measured, {beside}" if step.timeline else ""
 
     def print_line(news: Step | str) -> None:
         if isinstance(news, str):
             console.print(news)
         elif news.number + 1 == steps or news.number % max(steps // 10, 1) == 0:
-            console.print(f"step {news.number + 1:4d}   {described(news)}")
+            console.print(
+                f"step {news.number + 1:4d}   {described(news)}   {bubbles(news)}".rstrip()
+            )
 
     if console.is_terminal:
         with Live(panel, console=console, refresh_per_second=6):

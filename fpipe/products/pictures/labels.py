@@ -113,7 +113,7 @@ def notes(scene: Scene) -> list[str]:
     """The lines about a scene: what the bubble is, by cause, and what the units are."""
     t = scene.timeline
     shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
-    shares["shorter spans of other ranks"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
+    shares["ranks that run for less time"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
     lines = [units(scene)]
     if parts or t.total > t.span:
@@ -142,6 +142,12 @@ def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
         )
 
 
+def brief(scene: Scene) -> tuple[str, ...]:
+    """Total and bubble, and what a bubble of 0 is."""
+    figures = ", ".join(map(" ".join, facts(scene)[:2]))
+    return figures, *(line for line in notes(scene) if line == NO_BUBBLE)
+
+
 def units(scene: Scene) -> str:
     """What the times are: their unit, and what a stage takes."""
     t = scene.timeline
@@ -163,9 +169,7 @@ def units(scene: Scene) -> str:
 def _range(values: Collection[float]) -> str:
     least = number(min(values))
     most = number(max(values))
-    if least == most:
-        return least
-    return f"up to {most}" if least == "0" else f"{least} to {most}"
+    return least if least == most else f"{least} to {most}"
 
 
 def hint(bar: Bar, scene: Scene) -> str:
@@ -199,7 +203,7 @@ def step_of(least: float) -> float:
 
 
 # ---- legends ----
-BUBBLE = "Bubble: idle share of the span (the longest time from a rank's first to last action)"
+BUBBLE = "Bubble by cause"
 NO_BUBBLE = "No bubble: ranks are idle only before their first and after their last action."
 PALER = "paler: other stages"
 SMALL = "small letters: a rank's other stage"

@@ -55,9 +55,8 @@ def draw(
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
     total 9, bubble 33.3%, peak 2 microbatches, by rank: 2, 1
-    Bubble: idle share of the span (the longest time from a rank's
-      first to last action): warm-up 11.1%, tail 5.6%, shorter spans
-      of other ranks 16.7%.
+    Bubble by cause: warm-up 11.1%, tail 5.6%, ranks that run for
+      less time 16.7%.
     Times in units of the costs: the stage of a rank takes F 1,
       B 2.
            0         2         4         6         8

@@ -360,7 +360,7 @@ def test_fused_actions_show_both_parts_in_their_colours():
     text = pictures.draw(toy(), width=70, color=True)
     for op in "FB":
         red, green, blue = colours.rgb(colours.fill(op))
-        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[7]
+        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[6]
     assert "1F1----------&1B0----------" in pictures.draw(toy(), width=70, color=False)
 
 
@@ -489,8 +489,8 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
     assert one.idle == {"warmup": 2.5 / 20, "message": 1 / 20, "tail": 0.5 / 20}
     # the span is that of rank 0; rank 1 starts 1.5 later and ends 2.5 earlier
     assert labels.notes(one)[0] == (
-        "Bubble: idle share of the span (the longest time from a rank's first to last action): "
-        "warm-up 12.5%, message on the way 5%, tail 2.5%, shorter spans of other ranks 20%."
+        "Bubble by cause: warm-up 12.5%, message on the way 5%, tail 2.5%, ranks that run for less "
+        "time 20%."
     )
 
 
@@ -661,7 +661,7 @@ def test_a_figure_that_all_ranks_have_is_in_the_header_alone():
 
 def test_lengths_from_nothing_have_no_least():
     spans = [(0, Action(0, "F", 0), 0.0, 0.0), (0, Action(0, "F", 1), 0.0, 2.0)]
-    assert "takes F up to 2" in labels.units(scenes(Timeline.measured(spans, unit=""))[0])
+    assert "takes F 0 to 2" in labels.units(scenes(Timeline.measured(spans, unit=""))[0])
 
 
 # ---- names in bars ----
