@@ -148,13 +148,24 @@ def units(scene: Scene) -> str:
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
     stages = "the stage" if count == 1 else f"each of the {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
+    least: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
-            times[bar.action.op].append(bar.end - bar.start)
+            took = bar.end - bar.start
+            times[bar.action.op].append(took)
+            of_op = least[bar.action.op]
+            of_op[bar.action.stage] = min(took, of_op.get(bar.action.stage, took))
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
     text = f"Times in {t.unit or 'units of the costs'}"
     if not lengths:
         return f"{text}."
+    slowest = set(range(t.placement.stages))
+    for of_op in least.values():
+        longest = {stage for stage, took in of_op.items() if took > 0.95 * max(of_op.values())}
+        if len(longest) < len(of_op):
+            slowest &= longest
+    if len(slowest) == 1 < t.placement.stages:
+        lengths += f" (the slowest is stage {slowest.pop()})"
     if count > 1:
         lengths += f", together {number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
     return f"{text}: {stages} of a rank takes {lengths}."
