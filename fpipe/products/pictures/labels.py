@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from itertools import compress
+from itertools import chain, compress
 from math import floor, inf, log10
 from typing import TypeAlias
 
@@ -147,23 +147,22 @@ def units(scene: Scene) -> str:
     t = scene.timeline
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
     stages = "the stage" if count == 1 else f"each of the {count} stages"
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    least: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    times: defaultdict[str, defaultdict[int, list[float]]]
+    times = defaultdict(lambda: defaultdict(list))  # by op and stage
     for bar in scene.bars:
         if isinstance(bar.action, Action):
-            took = bar.end - bar.start
-            times[bar.action.op].append(took)
-            of_op = least[bar.action.op]
-            of_op[bar.action.stage] = min(took, of_op.get(bar.action.stage, took))
-    lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
+            times[bar.action.op][bar.action.stage].append(bar.end - bar.start)
+    lengths = ", ".join(
+        f"{op} {_range([*chain(*times[op].values())])}" for op in scene.ops if op in times
+    )
     text = f"Times in {t.unit or 'units of the costs'}"
     if not lengths:
         return f"{text}."
     slowest = set(range(t.placement.stages))
-    for of_op in least.values():
-        longest = {stage for stage, took in of_op.items() if took > 0.95 * max(of_op.values())}
-        if len(longest) < len(of_op):
-            slowest &= longest
+    for by_stage in times.values():
+        most = 0.95 * max(map(min, by_stage.values()))
+        if most > min(map(min, by_stage.values())):
+            slowest &= {stage for stage, took in by_stage.items() if min(took) > most}
     if len(slowest) == 1 < t.placement.stages:
         lengths += f" (the slowest is stage {slowest.pop()})"
     if count > 1:
