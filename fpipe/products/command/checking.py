@@ -10,14 +10,14 @@ from html import escape
 from math import inf
 from pathlib import Path
 from shlex import quote
-from textwrap import fill, wrap
+from textwrap import fill
 from typing import Any
 
 import click
 
 from ...actions import Costs, Per, counted, progress
 from ...errors import ScheduleError
-from ...generators import about_schedule
+from ...generators import about_schedule, make_schedule
 from .. import pictures
 from ..search import comparison
 from ..search.comparison import held, in_microbatches
@@ -90,10 +90,12 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([{"name": name, "about": about} for name, about in lines.items()])
         return
-    width = max(map(len, lines)) + 2
+    click.echo("schedule               stages  weights  (of a rank, by default)")
     for name, about in lines.items():
-        for line in wrap(f"{name:<{width}}{about}", 80, subsequent_indent=" " * width):
-            click.echo(line)
+        placed = make_schedule(name, 4, 4).placement
+        facts = f"{name:<23}{len(placed.stages_of(0)):6}{len(placed.paths):8}x  {about}"
+        click.echo(fill(facts, 80, subsequent_indent=" " * 40))
+    click.echo("weights: copies of each stage; ZBV is short for ZBVZeroBubble")
 
 
 _COLUMNS = """\
