@@ -38,7 +38,8 @@ from .shapes import two_directions
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """DualPipeV; two stages a rank.
+    """DualPipe on a V: weights once; a forward and a backward run as one to hide messages, for half
+    a microbatch more memory than 1F1B.
 
     >>> print(make_dual_pipe_v(1, 3, 2))
     [0F0, 1F0, 0F1, 1B0, (1F1;0B0)OVERLAP_F_B, (0F2;1B1)OVERLAP_F_B, (1F2;0B1)OVERLAP_F_B, 1B2, 0I2,
@@ -55,8 +56,8 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """DualPipe; every stage on two ranks. Of an odd count of microbatches one more goes down than
-    up.
+    """Microbatches from both ends, every stage on two ranks; a forward and a backward run as one to
+    hide messages. Of an odd count of microbatches one more goes down than up.
 
     >>> print(make_dual_pipe(2, 2, 2))
     [0F0, 1F1, 1B1, 0I0, 0W0]

@@ -29,7 +29,8 @@ from .shapes import even_parts
 
 
 def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Hanayo, with ``stages / ranks / 2`` waves.
+    """Down the ranks and up again in ``stages / ranks / 2`` waves: idle time falls with more
+    waves, for the memory of 1F1B.
 
     >>> print(make_hanayo(2, 2, 4))
     [0F0, 0F1, 3F0, 3B0, 3F1, 3B1, 0B0, 0B1]

@@ -48,7 +48,7 @@ from .shapes import one_chunk_a_rank
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """One forward, one backward, after ``ranks - r`` forwards.
+    """One forward, one backward, after ``ranks - r`` forwards; memory for a microbatch a rank.
 
     >>> print(make_one_f_one_b(2, 3, 2))
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]

@@ -28,7 +28,8 @@ from .shapes import one_chunk_a_rank
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-H1: the memory of 1F1B.
+    """ZB-H1: the memory of 1F1B and about a third of its idle time; weight gradients a fixed
+    number of microbatches late.
 
     >>> print(make_zb_h1(2, 3, 2))
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
@@ -38,7 +39,8 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-H2: about twice the memory of 1F1B, and no idle time within the span of a rank.
+    """ZB-H2: just under twice the memory of 1F1B; at equal F, I and W no idle time within the span
+    of a rank.
 
     >>> print(make_zb_h2(2, 3, 2))
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
@@ -86,7 +88,7 @@ def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
 
 
 def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Several chunks a rank, backward cut in two.
+    """ZB-H1 over several stages a rank: less idle time than ZB-H1 for about its memory.
 
     >>> print(make_interleaved_zero_bubble(2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]

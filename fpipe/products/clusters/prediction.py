@@ -102,7 +102,7 @@ class Prediction:
     @property
     def limit(self) -> str:
         """What takes most of the time beside the products of the model."""
-        others = [name for name in self.parts if name != "products"]
+        others = [name for name in self.parts if name != "matrix products"]
         return max(others, key=self.parts.__getitem__)
 
 
@@ -320,7 +320,7 @@ def _parts(case: _Case, seconds: float) -> dict[str, float]:
     works = total(*case.works)
     bound = works.products + works.collectives + works.again
     return {
-        "products": works.products * times,
+        "matrix products": works.products * times,
         "memory-bound operations": (works.seconds - bound) * times,
         "computing again": works.again * times,
         "tensor-parallel collectives": works.collectives * times,

@@ -9,16 +9,18 @@ import re
 from html import escape
 from math import inf
 from pathlib import Path
-from textwrap import fill, wrap
+from shlex import quote
+from textwrap import fill
 from typing import Any
 
 import click
 
 from ...actions import Costs, Per, counted, progress
 from ...errors import ScheduleError
-from ...generators import about_schedule
+from ...generators import about_schedule, make_schedule
 from .. import pictures
 from ..search import comparison
+from ..search.comparison import held, in_microbatches
 from ..search.memory_limit import limits
 from ..search.problem import ALMOST
 from ..search.solve import Kind, solve as solve_schedule
@@ -88,10 +90,12 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([{"name": name, "about": about} for name, about in lines.items()])
         return
-    width = max(map(len, lines)) + 2
+    click.echo("schedule               stages  weights  (of a rank, by default)")
     for name, about in lines.items():
-        for line in wrap(f"{name:<{width}}{about}", 80, subsequent_indent=" " * width):
-            click.echo(line)
+        placed = make_schedule(name, 4, 4).placement
+        facts = f"{name:<23}{len(placed.stages_of(0)):6}{len(placed.paths):8}x  {about}"
+        click.echo(fill(facts, 80, subsequent_indent=" " * 40))
+    click.echo("weights: copies of each stage; ZBV is short for ZBVZeroBubble")
 
 
 _COLUMNS = """\
@@ -103,9 +107,11 @@ take: the least total; ties are broken by the fewest weights, the least memory,
   then the least bubble"""
 
 
-def _one(price: Costs, per: Per) -> str:
+def _one(price: Costs) -> str:
     """What a memory of 1 is, where it is not bytes."""
-    return f"; 1 is one microbatch's activations on one {per}" if price.saved == 1 else ""
+    if price.saved == 1:
+        return "; 1 is one microbatch's activations on one rank"
+    return ", in units of saved=, or in bytes"
 
 
 @click.command()
@@ -178,7 +184,7 @@ def compare(
     chosen = comparison.take(entries, limit)
     taken = _taken(chosen, limit)
     take = chosen and chosen.name
-    columns = _COLUMNS.format(_one(price, per), "" if limit == inf else "; ! is over the limit")
+    columns = _COLUMNS.format(_one(price), "" if limit == inf else "; ! is over the limit")
     rows = comparison.table(entries, limit)
     if out:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
@@ -188,7 +194,7 @@ def compare(
         found = [entry._asdict() for entry in entries]
         print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    click.echo(f"ranks {p}, microbatches {m}, {priced}\n")
+    click.echo(fill(f"ranks {p}, microbatches {m}, {priced}", 80, subsequent_indent="  ") + "\n")
     click.echo("\n".join([*pictures.aligned(rows, " "), "", columns]))
     if unsupported:
         click.echo("\nnot for these counts:")
@@ -250,9 +256,11 @@ def solve(
     """
     p, m = options.counts(ranks, microbatches)
     price = options.parse_costs(costs)
+    count = stages or next(iter(price.counts), p if placement == "one" else 2 * p)
+    scaled = in_microbatches(price, per, p / count)
     with options.as_usage_error():
         best = solve_schedule(
-            price, p, m, placement, per=per, stages=stages, memory=memory, time_limit=seconds
+            scaled, p, m, placement, per=per, stages=stages, memory=memory, time_limit=seconds
         )
     t = best.timeline
     with progress("comparing schedules") as track:
@@ -262,22 +270,29 @@ def solve(
     solved = t.span, t.total, max(t.peak_bytes)
     figures = {"solved": solved}
     named = _NONE.format(limit)
+    priced = f" --per {per} --costs {quote(costs or 'F=1')}"
+    placed = fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80, subsequent_indent="  ")
+    drawn = f"{placed}\n\n{pictures.draw(t)}"
     if taken:
-        other = figures[taken.name] = taken.span, taken.total, taken.memory
+        theirs = figures[taken.name] = taken.span, taken.total, taken.memory
         named = f"best named schedule of {best.stages} stages: {taken.name}"
-        if all(theirs <= ours * ALMOST for theirs, ours in zip(other, solved, strict=True)):
+        if all(one <= ours * ALMOST for one, ours in zip(theirs, solved, strict=True)):
             named = f"no better than {taken.name}: use that"
+            counts = f"-p {p} -m {m} --stages {best.stages}"
+            named += (
+                f"\ntry: fpipe draw {taken.name} {counts}{priced * bool(costs or per == 'stage')}"
+            )
+            drawn = ""
     twice = comparison.take(entries, limit)
     if twice != taken and twice:
         named += f"\nwith weights held twice: {twice.name}, total {twice.total:.6g}"
     gap = f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g}"
     found = gap if best.gap else "optimal: yes, no schedule has a shorter span"
     found = fill(f"{found} (set by {best.bound.reason})", 80)
-    rows = [(name, *map("{:.6g}".format, row)) for name, row in figures.items()]
+    rows = [(name, *map("{:.6g}".format, row[:2]), held(row[2])) for name, row in figures.items()]
     table = "\n".join(pictures.aligned([("", "span", "total", "memory"), *rows]))
-    click.echo(f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(_one(price, per))}")
-    click.echo(fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80, subsequent_indent="  "))
-    click.echo(f"\n{pictures.draw(t)}", nl=False, color=True)
+    click.echo(f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(_one(price))}")
+    click.echo(drawn, nl=False, color=True)
     if out:
         best.to_csv(out)
-        click.echo(f"wrote {out}; try: fpipe draw {out} --per {per} --costs {costs or 'F=1'}")
+        click.echo(f"wrote {out}; try: fpipe draw {out}{priced}")

@@ -80,7 +80,7 @@ class _Commands(click.Group):
         elif name.lower() in names:
             hint = f"to draw the schedule: fpipe draw {name}"
         else:
-            hint = f"the commands are {', '.join(COMMANDS)}"
+            hint = f"the commands are {', '.join(COMMANDS)}; for a demo, fpipe train or make demo"
         raise click.UsageError(f"there is no command {name!r}; {hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -124,6 +124,10 @@ def _show(job: Job, result: Layouts) -> None:
         f"{job.gpus} {job.gpu.name} of {job.gpu.memory / GIB:.0f} GiB"
     )
     click.echo(f"\n{table(list(map(_row, result.best)), ' ')}\n")
+    _say(
+        "tp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
+        "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too"
+    )
     for line in _why(result.best[0]):
         _say(line)
     _say(
@@ -166,10 +170,11 @@ def _why(best: Prediction) -> Sequence[str]:
         parts["gradients that come later"] = -full.late
     memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     return (
-        f"speed: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble {best.bubble:.1%}",
-        f"time: {time}",
-        f"most after products: {best.limit}; no layout takes less than {least:.4g} s, the model's "
-        f"operations at {job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
+        f"speed: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble {best.bubble:.1%} "
+        "(of the time without copies and optimizer)",
+        f"time of a step: {time}",
+        f"most after matrix products: {best.limit}; no layout takes less than {least:.4g} s, the "
+        f"model's operations at {job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
         f"memory: pipeline rank {full.rank} holds {full.total / GIB:.1f} of the "
         f"{usable(job) / GIB:.1f} GiB that the system leaves of {job.gpu.memory / GIB:.0f}: "
         f"{memory}",

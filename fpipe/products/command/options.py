@@ -180,8 +180,8 @@ per_option = option(
 )
 memory_option = option(
     "--memory LIMIT",
-    "What a rank may hold: 6 is the activations of six microbatches; with costs that give saved in "
-    "bytes, 60GB.  [default: no limit]",
+    "What a rank may hold: 6 is the activations of six microbatches on all stages of a rank; with "
+    "costs that give saved in bytes, 60GB.  [default: no limit]",
     type=str,
 )
 

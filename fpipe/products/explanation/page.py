@@ -143,6 +143,7 @@ def _edges(plan: Any) -> list[Edge]:
 
 WIDTHS = {"wide": pictures.output.CELL, "narrow": 360.0}  #: pixels of a picture
 COLUMNS = 28  #: of a curve of memory in text
+_CAUSE = Cell("cause", "cause; the picture has the mean of all ranks, in groups such as warm-up")
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
@@ -227,15 +228,17 @@ class Explanation:
         return self._html("wide")
 
     def _html(self, *kinds: str) -> str:
-        """The step and what to change first, then why. A page has the step in two widths."""
+        """What to change first and the step, then why. A page has the step in two widths.
+        The picture has the total and the bubble.
+        """
         body = [
-            f"<h2>{escape(self.facts.title)}</h2><p>{escape(self._about)}</p>",
-            *(
-                f'<div class="{kind}">{pictures.figure(self.timeline, WIDTHS[kind])}</div>'
-                for kind in kinds
-            ),
+            f"<h2>{escape(self.facts.title)}</h2><p>{self._about.rpartition('. ')[2]}</p>",
             "<h3>What to change first</h3>",
             *(f"<p>{escape(line)}</p>" for line in self._advice),
+            *(
+                f'<div class="{kind}">{pictures.figure(self.timeline, WIDTHS[kind], False)}</div>'
+                for kind in kinds
+            ),
             *(f"<h3>{title}</h3>{pictures.table(*table)}" for title, table in self._tables.items()),
         ]
         return "".join(body)
@@ -250,7 +253,7 @@ class Explanation:
             f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
             f"{span}, the longest time of a rank from its first start to its last end. "
             f"{'Idle time beyond the span is no bubble. ' * (total != span)}Times are "
-            f"{'those of costs=' if self.facts.measured else 'estimates from shapes'}."
+            f"{'the costs that were given' if self.facts.measured else 'estimates from shapes'}."
         )
 
     @property
@@ -273,7 +276,7 @@ class Explanation:
             "What runs where": self._where,
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
-            "Bubble by rank": (("rank", "of the span", "cause"), list(self._idle())),
+            "Bubble by rank": (("rank", "of the span", _CAUSE), list(self._idle())),
         }
 
     @property
@@ -296,14 +299,14 @@ class Explanation:
         for rank, peak in sorted(self.facts.peaks.items()):
             curve = t.curve(rank)
             first = max(curve, key=lambda point: point[1], default=(t.start, 0.0))
-            when = percent((first[0] - t.start) / (t.total or 1.0))
-            held = f"{size_text(t.peak_bytes[rank])} at {when}"
+            when = (first[0] - t.start) / (t.total or 1.0)
+            held = f"{size_text(t.peak_bytes[rank])} at {when:.1%}"
             drawn = Cell(_line(curve, t, most), drawn_curve(t, rank, most))
             yield rank, drawn, held, size_text(peak)
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = [(percent(one.share), one.why) for one in idle_of(self.timeline, rank)]
+            causes = [(f"{one.share:.1%}", one.why) for one in idle_of(self.timeline, rank)]
             for place, cause in enumerate(causes or [("-", "-")]):
                 yield "" if place else rank, *cause
 

@@ -35,9 +35,7 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
             spent[f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
         else:
             spent["waits for messages"] += max(span.start - before.end, 0.0)
-    spent["its own first start to last end is shorter than the span"] = (
-        timeline.span - timeline.windows[rank]
-    )
+    spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
     shares = [Idle(time / timeline.span, why) for why, time in spent.items() if timeline.span]
     return sorted((one for one in shares if one.share > 5e-4), reverse=True)
 
@@ -62,27 +60,35 @@ def advice(
 
 
 def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
-    """The rank with the most work, for which others wait; where most ranks have as much, the one
-    with the least.
+    """The ranks with the most work, for which others wait, and those with less than half of the
+    mean; where most ranks have the most, the one with the least.
     """
     busy = timeline.busy
     mean = sum(busy) / len(busy)
     most = max(busy)
-    rank = busy.index(most)
-    what = "and the others wait for it: give it fewer layers"
-    if sum(time > 0.95 * most for time in busy) > len(busy) / 2:
-        rank = busy.index(min(busy))
-        what = "and waits for the others: give it more layers"
-    stages = ", ".join(map(str, timeline.placement.stages_of(rank)))
-    count = timeline.microbatches // timeline.slices
-    if most > 1.05 * mean:
-        yield (
-            (most - mean) / timeline.total,
-            f"Rank {rank} computes {busy[rank] / mean:.0%} of the mean time of the ranks, "
-            f"{what}, or parts of one (its stages: {stages}). "
-            f"fpipe.balance(layers, {len(busy)}, pipe.schedule({count})).cuts proposes cuts; "
-            "layers is a list of modules, or of their costs.",
+    if most <= 1.05 * mean:
+        return
+
+    def named(ranks: Sequence[int]) -> str:
+        many = f"s {', '.join(map(str, ranks[:-1]))} and" * (len(ranks) > 1)
+        return f"rank{many} {ranks[-1]} ({busy[ranks[-1]] / mean:.2g} times the mean of all ranks)"
+
+    full = [rank for rank, time in enumerate(busy) if time > 0.95 * most]
+    empty = [rank for rank, time in enumerate(busy) if time < 0.5 * mean]
+    if len(full) > len(busy) / 2:
+        least = named([busy.index(min(busy))])
+        text = f"Too little work is on {least}, which waits for the others: move layers there"
+    else:
+        text = (
+            f"Too much work is on {named(full)}, for which the others wait: move layers from there"
         )
+        text += f" to {named(empty)}" if empty else ""
+    yield (
+        (most - mean) / timeline.total,
+        f"{text}. fpipe.balance(layers, {len(busy)}, pipe.schedule("
+        f"{timeline.microbatches // timeline.slices})).cuts proposes cuts; "
+        "layers is a list of modules, or of their costs.",
+    )
 
 
 def _microbatches(

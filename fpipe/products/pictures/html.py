@@ -38,7 +38,7 @@ background:linear-gradient(var(--paper) 0 0) right/1.5rem 100% no-repeat local,
 linear-gradient(to left,var(--line),transparent) right/1.5rem 100% no-repeat scroll}}
 td{{border-top:1px solid var(--line)}}td,th{{padding:.25rem 0;vertical-align:top;white-space:nowrap;
 font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}td:last-child{{white-space:normal}}
-@media(max-width:600px){{body{{padding:.75rem}}table{{font-size:9.6px}}th{{white-space:normal}}
+@media(max-width:600px){{body{{padding:.75rem}}table{{font-size:13px}}th{{white-space:normal}}
 td,th{{padding-right:.5em!important}}*+[style*=left]{{padding-left:.5em}}
 td:first-child{{letter-spacing:-.06em;white-space:normal;min-width:2em;overflow-wrap:anywhere}}}}
 p{{white-space:pre-line}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}

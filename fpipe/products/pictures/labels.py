@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from itertools import compress
+from itertools import chain, compress
 from math import floor, inf, log10
 from typing import TypeAlias
 
@@ -153,14 +153,24 @@ def units(scene: Scene) -> str:
     t = scene.timeline
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
     stages = "the stage" if count == 1 else f"each of the {count} stages"
-    times: defaultdict[str, list[float]] = defaultdict(list)
+    times: defaultdict[str, defaultdict[int, list[float]]]
+    times = defaultdict(lambda: defaultdict(list))  # by op and stage
     for bar in scene.bars:
         if isinstance(bar.action, Action):
-            times[bar.action.op].append(bar.end - bar.start)
-    lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
+            times[bar.action.op][bar.action.stage].append(bar.end - bar.start)
+    lengths = ", ".join(
+        f"{op} {_range([*chain(*times[op].values())])}" for op in scene.ops if op in times
+    )
     text = f"Times in {t.unit or 'units of the costs'}"
     if not lengths:
         return f"{text}."
+    slowest = set(range(t.placement.stages))
+    for by_stage in times.values():
+        most = 0.95 * max(map(min, by_stage.values()))
+        if most > min(map(min, by_stage.values())):
+            slowest &= {stage for stage, took in by_stage.items() if min(took) > most}
+    if len(slowest) == 1 < t.placement.stages:
+        lengths += f" (the slowest is stage {slowest.pop()})"
     if count > 1:
         lengths += f", together {number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
     return f"{text}: {stages} of a rank takes {lengths}."

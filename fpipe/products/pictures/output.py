@@ -216,9 +216,9 @@ def colours_of(console: Console) -> str:
 
 
 # ---- pieces of HTML for notebooks ----
-def figure(timeline: Timelines, width: float = CELL) -> str:
+def figure(timeline: Timelines, width: float = CELL, titled: bool = True) -> str:
     """A picture as wide as its cell, which scrolls sideways where it is less than 600 pixels."""
-    look = Look(width=width)
+    look = Look(width=width, titled=titled)
     drawing = svg.paint(shortened(scenes(timeline), look), look, inline=True)
     return f'<div style="overflow-x:auto">{drawing}</div>'
 

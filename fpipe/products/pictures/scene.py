@@ -59,6 +59,7 @@ class Look:
     width: float | None = None
     paper: bool = False
     full: bool = False  # the whole steady state, however long
+    titled: bool = True  # not so where a page of HTML has the title
 
 
 class Gap(NamedTuple):

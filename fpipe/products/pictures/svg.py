@@ -78,7 +78,7 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     elements: list[str] = []
     y: float = EDGE
     for scene in scenes:
-        lines = [(labels.title(scene), 15 if sheet.short else 17, 20, "ink b")]
+        lines = [(labels.title(scene), 15 if sheet.short else 17, 20, "ink b")] * look.titled
         notes = (*labels.summary(scene, most=16 * sheet.short), *labels.notes(scene))
         if look.memory is False and not scene.against and not scene.fold:
             notes = labels.brief(scene)

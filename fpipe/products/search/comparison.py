@@ -8,6 +8,7 @@ on a rank has half of them, and memory is counted in whole shares too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ def compare(
             cut = slices if slices > 1 and orders_slices(name) else 1
             try:
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
-                t = schedule.simulate(costs, per=per)
+                t = schedule.simulate(in_microbatches(costs, per, ranks / schedule.stages), per=per)
             except ScheduleError as error:
                 reason = str(error).splitlines()[0]
                 left_out.append(reason if reason.startswith(name) else f"{name}: {reason}")
@@ -90,6 +91,19 @@ def compare(
     return entries, left_out
 
 
+def in_microbatches(costs: Costs, per: Per, share: float) -> Costs:
+    """The same costs where memory is in bytes. Where each stage saves 1, the memory of 1 is one
+    microbatch's activations of a rank's whole share, of which a stage has this ``share``.
+
+    >>> in_microbatches(Costs(), "stage", 0.5).saved, in_microbatches(Costs(), "rank", 0.5).saved
+    (0.5, 1.0)
+    """
+    if costs.saved != 1 or not (per == "stage" or costs.counts):
+        return costs
+    kept = share * costs.kept if isinstance(costs.kept, float) else costs.kept
+    return replace(costs, saved=share, kept=kept)
+
+
 def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:
     """The schedule to take: of those that hold at most ``limit`` the one of the least total, then
     of the fewest weights, then of the least memory.
@@ -109,6 +123,15 @@ def points(entries: Sequence[Entry]) -> Iterator[tuple[str, float, float, bool]]
 
 
 # ---- as text ----
+def held(memory: float) -> str:
+    """A memory: bytes with a prefix, or a number of microbatches.
+
+    >>> held(1.5), held(1 << 20)
+    ('1.5', '1.0 MiB')
+    """
+    return size_text(memory) if memory >= 4096 else number(memory)
+
+
 def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     """The rows of a table below its head, the least of each column with a star where it is not the
     same in all, and a memory over ``limit`` with an exclamation mark.
@@ -122,7 +145,7 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     """
     columns: dict[str, Callable[[float], str]] = {
         "total": number,
-        "memory": size_text if max(entry.memory for entry in entries) >= 4096 else number,
+        "memory": held,
         "bubble": lambda share: f"{100 * share:.2f}%",
         "stages": str,
         "weights": lambda copies: f"{copies:g}x",

@@ -48,13 +48,14 @@ def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     assert lines[2].split()[:5] == ["tp", "pp", "dp", "zero", "schedule"]
     seconds = [float(line.split()[-2]) for line in lines[3:6]]
     assert seconds == sorted(seconds) and lines[6] == ""
-    assert [line.partition(":")[0] for line in lines[7:11]] == [
+    assert [line.partition(":")[0] for line in lines[7:12]] == [
+        "tp",
         "speed",
-        "time",
-        "most after products",
+        "time of a step",
+        "most after matrix products",
         "memory",
     ]
-    shares = [float(part.split()[-1].rstrip("%")) for part in lines[8].split(", ")]
+    shares = [float(part.split()[-1].rstrip("%")) for part in lines[9].split(", ")]
     assert sum(shares) == pytest.approx(100, abs=0.5)
 
 

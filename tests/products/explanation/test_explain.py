@@ -93,7 +93,7 @@ def test_idle_time_and_its_causes():
     assert timeline.total == 9
     found = [[(round(9 * share), why) for share, why in idle_of(timeline, rank)] for rank in (0, 1)]
     assert found[0] == [(3, "waits for the gradient of stage 1 on rank 1")]
-    assert found[1] == [(3, "its own first start to last end is shorter than the span")]
+    assert found[1] == [(3, "its own span is shorter than the longest one")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
     assert first.endswith("33.3%  waits for the gradient of stage 1 on rank 1")
@@ -101,7 +101,7 @@ def test_idle_time_and_its_causes():
     head = " ".join(str(page).splitlines()[1:4])
     assert head == (
         "A step takes 9. The bubble is 33.3% of the span of 9, the longest time of a rank from its "
-        "first start to its last end. Times are those of costs=. "
+        "first start to its last end. Times are the costs that were given. "
     )
 
 
@@ -119,16 +119,30 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     times = [0.5, 1, 1, 1]
     costs = fpipe.Costs(F=times, I=times, W=times)
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
-    said = "Rank 0 computes 57% of the mean time of the ranks, and waits for the others"
-    advice = next(text for text in page.advice if text.startswith("Rank"))
-    assert said in advice and "give it more layers, or parts of one (its stages: 0)" in advice
+    said = (
+        "Too little work is on rank 0 (0.57 times the mean of all ranks), which waits for the "
+        "others: move layers there. "
+    )
+    advice = next(text for text in page.advice if text.startswith("Too"))
+    assert advice.startswith(said)
     (call,) = re.findall(r"fpipe\.balance\(.*\)\.cuts", advice)
     assert eval(call, {"fpipe": fpipe, "pipe": pipe, "layers": [1, 2, 2, 2, 1, 1]}) == (2, 3, 4)
 
 
+def test_advice_names_all_overloaded_ranks_and_those_with_room():
+    times = [3, 3, 1, 1, 0.2]
+    costs = fpipe.Costs(F=times, I=times, W=times)
+    pipe = fpipe.pipeline([torch.mul] * 5, loss=torch.sum, microbatches=8, group=fpipe.local(5))
+    first = pipe.explain([torch.ones(())] * 5, torch.ones(8), costs=costs).advice[0]
+    assert first.startswith(
+        "Too much work is on ranks 0 and 1 (1.8 times the mean of all ranks), for which the others "
+        "wait: move layers from there to rank 4 (0.12 times the mean of all ranks). "
+    )
+
+
 def test_advice_names_the_change_that_saves_most():
     page, _ = explained(costs=fpipe.Costs(F=[1, 3], I=[1, 3], W=[1, 3]))
-    assert "Rank 1 computes 150% of the mean time of the ranks" in page.advice[0]
+    assert "on rank 1 (1.5 times the mean of all ranks), for which" in page.advice[0]
     page, _ = explained(costs=fpipe.Costs(F=1, I=1, W=1))
     assert len(page.advice) == 2
     said = next(text for text in page.advice if "microbatches=4" in text)
@@ -193,11 +207,12 @@ def test_times_have_the_unit_that_suits_them():
     assert "F ms" in str(page) and re.search(r" 9 +0.8 +0.7", str(page))
 
 
-def test_the_page_shows_the_step_first_and_memory_as_a_picture():
+def test_the_page_shows_advice_and_the_step_first_and_memory_as_a_picture():
     page, _ = explained()
     html = page._repr_html_()
-    order = [html.index(word) for word in ("A step takes", "<svg", "What to change", "What runs")]
+    order = [html.index(word) for word in ("What to change", "<svg", "What runs")]
     assert order == sorted(order)
+    assert html.count(">total ") == html.count("1F1B: 2") == 1 and "A step takes" not in html
     memory = html.partition("Memory against time")[2].partition("<h3>")[0]
     assert memory.count("<path") == 2 and "@" not in memory
 
