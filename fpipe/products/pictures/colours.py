@@ -67,6 +67,7 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     for op in KINDS:
         for shade in range(shades):
             colours[f"{op}{shade}"] = fill(op, shade, shades)
+        colours[f"{op}{shades}"] = colours["line"]  # of one that has no colour of its own
     same = colours["same"]
     for step in range(5):
         share = (step + 1) / 5 if step else 0.0

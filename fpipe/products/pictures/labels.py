@@ -11,7 +11,7 @@ from math import floor, inf, log10
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .scene import CAUSES, Bar, Look, Scene, Scenes, has_curves
+from .scene import ABSENT, CAUSES, SAME, Bar, Look, Scene, Scenes, has_curves
 
 
 def percent(share: float) -> str:
@@ -119,10 +119,23 @@ def notes(scene: Scene) -> list[str]:
     if parts or t.total > t.span:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
-        lines.insert(0, f"In brackets: the change from {scene.against.name}.")
-        if scene.against.timeline.placement.stages != t.placement.stages:
-            lines[0] += " An action is compared with the same layers there."
+        lines[:0] = [f"In brackets: the change from {scene.against.name}.", _comparison(scene)]
     return lines
+
+
+def _comparison(scene: Scene) -> str:
+    """What the colours of a scene that is compared with another one are, and of that one."""
+    was = scene.against or scene
+    same = was.timeline.placement.stages == scene.timeline.placement.stages
+    text = (
+        f"{was.name} is the reference and shows kinds of work. {scene.name} shows when an action "
+        f"ends, compared with the same {'action' if same else 'layers'} there"
+    )
+    if "B" in scene.ops and "W" in was.ops:
+        text += "; B is compared with W"
+    if "W" in scene.ops and "B" in was.ops:
+        text += "; I and W are compared with B"
+    return f"{text}."
 
 
 def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
@@ -215,27 +228,24 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         if first:
             yield (first,), kind.name
         elif any(op in scene.ops for scene in scenes):
-            yield (), f"{op}: {kind.name}"
+            yield (f"{op}{max(scene.shades for scene in scenes)}",), kind.name  # without a colour
         paler += others[:1]
     if paler:
         yield tuple(paler), PALER
 
 
 def tints(scene: Scene) -> Iterator[Entry]:
-    """The colours of a scene that is compared with another one."""
+    """The colours of a scene that is compared with another one, and what all of them are."""
     if not scene.against:
         return
-    shifts = [0.0, *(bar.shift or 0.0 for bar in scene.bars)]
-    other = scene.against.name
-    meanings = {
-        "t0 t1 t2 t3": f"ends earlier than in {other}, by {time(-min(shifts), scene)} at most",
-        "t4": f"ends as in {other}",
-        "t5 t6 t7 t8": f"ends later than in {other}, by {time(max(shifts), scene)} at most",
-        "t9": f"not in {other}",
-    }
-    for keys, meaning in meanings.items():
-        if used := scene.colours.intersection(keys.split()):
-            yield tuple(sorted(used)), meaning
+    yield (), f"an action ends, compared with {scene.against.name}:"
+    for key in sorted(scene.colours):
+        tint = int(key[1:])
+        step = abs(tint - SAME)
+        until = time(scene.reach * step / 4, scene)
+        start = f"{number(scene.reach * (step - 1) / 4)} to" if step > 1 else "up to"
+        meaning = f"{start} {until} {'later' if tint > SAME else 'earlier'}"
+        yield (key,), {SAME: "at the same time", ABSENT: "not there"}.get(tint, meaning)
 
 
 def legend(scenes: Scenes, look: Look, dense: bool, named: float = 0.0) -> Iterator[Entry]:
@@ -249,8 +259,7 @@ def legend(scenes: Scenes, look: Look, dense: bool, named: float = 0.0) -> Itera
         yield (), "height: share of the time"
     elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
         yield ("F0", "B0"), "fused"
-    for scene in scenes:
-        yield from tints(scene)
+    yield from sorted({entry for scene in scenes for entry in tints(scene)})
     for cause, text in CAUSES.items():
         if any(cause in scene.idle for scene in scenes):
             yield (cause,), f"idle: {text}"

@@ -114,6 +114,7 @@ class Scene:
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
     unit: str  # of what ranks hold
     against: Scene | None = None  # what it is compared with
+    reach: float = 0.0  # the greatest shift of all that are compared, either way
     fold: Fold | None = None
 
     @property
@@ -376,7 +377,7 @@ def _tinted(scene: Scene, most: float) -> Scene:
         )
         for lane in scene.lanes
     ]
-    return replace(scene, lanes=tuple(lanes))
+    return replace(scene, lanes=tuple(lanes), reach=most)
 
 
 def tint(shift: float | None, most: float) -> int:

@@ -157,7 +157,8 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.named):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
-        if x > first and (x + wide > sheet.right - 5 or colours == ("warmup",)):
+        begins = colours == ("warmup",) or content.endswith(":")
+        if x > first and (begins or x + wide > sheet.right - 5):
             x = first
             y = y + 22
         for k, colour in enumerate(colours):

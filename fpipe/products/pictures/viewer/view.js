@@ -360,7 +360,7 @@ function legend() {
   for (const op of "FBIW") {
     if (!scenes.some((scene) => scene.ops.includes(op))) continue;
     if (!plain.some((scene) => scene.ops.includes(op))) {  // in the colours of a difference
-      items.push(element("span", `${op}: ${WORDS[op]}`));
+      swatch([[theme.line, theme.ink, op]], "", WORDS[op]);
       continue;
     }
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
@@ -372,8 +372,11 @@ function legend() {
   if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
-  for (const scene of scenes) {
-    for (const [tints, word] of scene.tints ?? []) swatch(tints.map((tint) => [shadeOf(scene, tint), "", ""]), "", word);
+  const tints = new Map();  // by meaning: all scenes have one scale
+  for (const scene of scenes) for (const [keys, word] of scene.tints ?? []) tints.set(word, [keys[0] ?? "", scene]);
+  for (const [word, [key, scene]] of [...tints].sort(([, [a]], [, [b]]) => (a < b ? -1 : 1))) {
+    if (key) swatch([[shadeOf(scene, key), "", ""]], "", word);
+    else items.push(element("span", "", "break"), element("span", word));
   }
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
