@@ -141,7 +141,6 @@ def _edges(plan: Any) -> list[Edge]:
     return [Edge(plan.rank, *edge, len(sizes), sum(sizes)) for edge, sizes in sent.items()]
 
 
-WIDTHS = {"wide": pictures.output.CELL, "narrow": 360.0}  #: pixels of a picture
 COLUMNS = 28  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
@@ -207,9 +206,7 @@ class Explanation:
             path,
             (".html", ".txt"),
             lambda suffix: (
-                str(self)
-                if suffix == ".txt"
-                else page("fpipe explain", self._html("wide", "narrow"))
+                str(self) if suffix == ".txt" else page("fpipe explain", self._repr_html_())
             ),
         )
 
@@ -223,17 +220,10 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return self._html("wide")
-
-    def _html(self, *kinds: str) -> str:
-        """The step and what to change first, then why. A page has the step in two widths."""
+        """What a notebook shows: the step and what to change first, then why."""
         body = [
             f"<h2>{escape(self.facts.title)}</h2><p>{escape(self._about)}</p>",
-            *(
-                f'<div class="{kind}">{pictures.figure(self.timeline, WIDTHS[kind])}</div>'
-                for kind in kinds
-            ),
+            pictures.figure(self.timeline),
             "<h3>What to change first</h3>",
             *(f"<p>{escape(line)}</p>" for line in self._advice),
             *(f"<h3>{title}</h3>{pictures.table(*table)}" for title, table in self._tables.items()),
