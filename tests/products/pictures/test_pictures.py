@@ -179,8 +179,20 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
             dist(seen(fills[a], vision), seen(fills[b], vision))
             for a, b in combinations(scene.CAUSES, 2)
         ]
-        assert min(causes) > 4, (vision, causes)
+        assert min(causes) > 6, (vision, causes)
     assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_idle_time_is_apart_from_memory_and_from_its_paper(dark: bool):
+    """On dark paper "another rank computes" and memory were two greens of one kind, and on white
+    the warm-up was all but white.
+    """
+    fills = colours.palette(2, dark)
+    band = colours.mix(fills["paper"], fills["curve"], shapes.PALE["curve"])
+    for cause in scene.CAUSES:
+        assert dist(lab(fills[cause]), lab(band)) > 20, cause
+        assert dist(lab(fills[cause]), lab(fills["paper"])) > 11, cause
 
 
 def test_idle_time_and_memory_can_be_seen_on_dark_paper():

@@ -49,6 +49,7 @@ function paintNow() {
   if (shown !== state.shown) {
     Object.assign(state, {dense, shown});
     legend();
+    if (!state.chosen) hint();
   }
   if (mouse && !drag) hover(mouse.x, mouse.y, false);  // the box follows what is under the mouse
 }
@@ -134,7 +135,7 @@ function choose(place) {
   state.chosen = place;
   const row = $("chosen");
   if (!place) {
-    row.replaceChildren(element("span", "Click or tap an action to choose it; ? explains the rest.", "faint"));
+    hint();
   } else {
     const lines = describe(state.scenes, place.scene, place.rank, place.index);
     row.replaceChildren(...lines.map(([kind, text], k) => element(k ? "span" : "b", text, kind)));
@@ -145,6 +146,12 @@ function choose(place) {
     }
   }
   draw();
+}
+
+function hint() {
+  const numbers = state.dense || state.form === 3 ? "zoom in for the numbers of microbatches; " : "";
+  const text = `Click or tap an action to choose it; ${numbers}? explains the rest.`;
+  $("chosen").replaceChildren(element("span", text, "faint"));
 }
 
 function follow() {
