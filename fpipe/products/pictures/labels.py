@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from itertools import compress
-from math import floor, inf, log10
+from math import floor, log10
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
@@ -127,15 +127,11 @@ def _comparison(scene: Scene) -> str:
     """What the colours of a scene that is compared with another one are, and of that one."""
     was = scene.against or scene
     same = was.timeline.placement.stages == scene.timeline.placement.stages
-    text = (
+    backward = "; B is compared with W, and I and W with B" * (was.ops != scene.ops)
+    return (
         f"{was.name} is the reference and shows kinds of work. {scene.name} shows when an action "
-        f"ends, compared with the same {'action' if same else 'layers'} there"
+        f"ends, compared with the same {'action' if same else 'layers'} there{backward}."
     )
-    if "B" in scene.ops and "W" in was.ops:
-        text += "; B is compared with W"
-    if "W" in scene.ops and "B" in was.ops:
-        text += "; I and W are compared with B"
-    return f"{text}."
 
 
 def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
@@ -151,7 +147,8 @@ def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
     if fold := scene.fold:
         yield (
             f"Not drawn ({mark}): {counted(fold.microbatches, 'microbatch')} of the steady state, "
-            f"from {number(fold.start)} to {time(fold.end, scene)}; the option full draws all."
+            f"from {number(fold.start)} to {time(fold.end, scene)}; "
+            "--full, or full=True, draws all."
         )
 
 
@@ -215,6 +212,8 @@ def step_of(least: float) -> float:
 BUBBLE = "Bubble: idle share of the span (the longest time from a rank's first to last action)"
 NO_BUBBLE = "No bubble: ranks are idle only before their first and after their last action."
 PALER = "paler: other stages"
+#: what a name in a bar is, by the detail of names
+NAMES = ("0: microbatch", "F0: F of microbatch 0", "1F0: F of microbatch 0 on stage 1")
 SMALL = "small letters: a rank's other stage"
 Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and their meaning
 
@@ -234,32 +233,36 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         yield tuple(paler), PALER
 
 
-def tints(scene: Scene) -> Iterator[Entry]:
-    """The colours of a scene that is compared with another one, and what all of them are."""
-    if not scene.against:
+def tints(scenes: Scenes) -> Iterator[Entry]:
+    """The colours of scenes that are compared with another one, and what all of them are."""
+    last = scenes[-1]
+    if not last.against:
         return
-    yield (), f"an action ends, compared with {scene.against.name}:"
-    for key in sorted(scene.colours):
+    yield (), f"an action ends, compared with {last.against.name}:"
+    for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
         tint = int(key[1:])
         step = abs(tint - SAME)
-        until = time(scene.reach * step / 4, scene)
-        start = f"{number(scene.reach * (step - 1) / 4)} to" if step > 1 else "up to"
+        until = time(last.reach * step / 4, last)
+        start = f"{number(last.reach * (step - 1) / 4)} to" if step > 1 else "up to"
         meaning = f"{start} {until} {'later' if tint > SAME else 'earlier'}"
         yield (key,), {SAME: "at the same time", ABSENT: "not there"}.get(tint, meaning)
 
 
-def legend(scenes: Scenes, look: Look, dense: bool, named: float = 0.0) -> Iterator[Entry]:
+def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator[Entry]:
     """The legend of a picture; in a ``dense`` one shares of time are drawn instead of
-    actions. ``named`` is how wide bars with names are; no bar has one if that is infinite.
+    actions. ``detail`` is that of the names in bars, 0 if there are none.
     """
     yield from kinds(scenes, dense)
-    if named < inf and any(scene.against and scene.shades == 2 for scene in scenes):
-        yield (), SMALL
+    if detail and not dense:
+        unit = "slice" if scenes[0].timeline.slices > 1 else "microbatch"
+        yield (), NAMES[detail - 1].replace("microbatch", unit)
+        if any(scene.against and scene.shades == 2 for scene in scenes):
+            yield (), SMALL
     if dense:
         yield (), "height: share of the time"
     elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
         yield ("F0", "B0"), "fused"
-    yield from sorted({entry for scene in scenes for entry in tints(scene)})
+    yield from tints(scenes)
     for cause, text in CAUSES.items():
         if any(cause in scene.idle for scene in scenes):
             yield (cause,), f"idle: {text}"

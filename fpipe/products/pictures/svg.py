@@ -152,7 +152,7 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
-    for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.named):
+    for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.detail):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
         begins = colours == ("warmup",) or content.endswith(":")

@@ -248,7 +248,7 @@ def _legend(
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     entries = [*labels.kinds(scenes, not layout.colours)]
     if layout.colours or layout.detail:
-        entries += sorted({entry for scene in scenes for entry in labels.tints(scene)})
+        entries += labels.tints(scenes)
     items: list[list[Cell]] = []
     for keys, text in entries:
         swatch = [
@@ -263,7 +263,7 @@ def _legend(
             items.append(_cells(labels.SMALL))
         items += [_cells(text) for text in MARKS if text[0] in marks]
     if layout.detail == 3:
-        items.append(_cells("1F0: F of microbatch 0 on stage 1"))
+        items.append(_cells(labels.NAMES[2]))
     if not layout.detail:
         items.append(
             _cells(f"a letter: what fills most of {labels.time(1 / layout.scale, scenes[0])}")

@@ -268,7 +268,11 @@ def test_text_leaves_the_middle_of_a_long_steady_state_out(name: str, width: int
     lines = text.splitlines()
     assert len(lines) <= 46 and max(map(len, lines)) <= width
     head = " ".join(line.strip() for line in lines[1:5])
-    assert head.startswith("total ") and "Not drawn (~): " in head and "option full" in head
+    assert (
+        head.startswith("total ")
+        and "Not drawn (~): " in head
+        and "--full, or full=True, draws all" in head
+    )
     at = {row.index("~") for row in lanes(text, 16).values()}
     assert len(at) == 1
     above = [before for before, line in pairwise(lines) if line.startswith("rank 0 ")]
@@ -604,7 +608,7 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     assert ">at the same time<" in text and ">In brackets: the change from 1F1B.<" in text
     assert ">1F1B is the reference and shows kinds of work. " in text
     shown = " ".join(re.findall(r">([^<>]*)</text>", text))
-    assert "compared with the same layers there; I and W are compared with B." in shown
+    assert "compared with the same layers there; B is compared with W, and I and W with B." in shown
     steps = re.findall(r">(?:up|([\d.]+)) to ([\d.]+) (earlier|later)<", text)
     shifts = re.findall(r"\d+[FIWB]\d: [\d.]+ to [^<]*; ([\d.]+) (earlier|later) than", text)
     for by, way in shifts:  # the legend has a step for every shift, and none without one
@@ -652,8 +656,8 @@ def test_the_legend_of_a_difference_has_the_tints_that_occur():
     """`by 1.5 at most` ran to deep magenta, where 1.5 was the palest pink."""
     cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
     _, second = scenes([timeline("1F1B"), cheap], difference=True)
-    assert (("t5",), "up to 3.75 later") in labels.tints(second)
-    shown = [key for keys, _ in labels.tints(second) for key in keys]
+    assert (("t5",), "up to 3.75 later") in labels.tints([second])
+    shown = [key for keys, _ in labels.tints([second]) for key in keys]
     assert shown == sorted(second.colours) and "t5" in shown and "t8" not in shown
 
 
@@ -760,7 +764,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert f"Not drawn (\u22ef): {left_out} microbatches of the steady state" in text
-    assert "the option full draws all." in text
+    assert "--full, or full=True, draws all." in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
     hidden = next(bar for bar in whole.bars if fold.start + 9 < bar.start < fold.end - 9)
