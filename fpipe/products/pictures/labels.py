@@ -254,8 +254,8 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     """
     yield from kinds(scenes, dense)
     if detail and not dense:
-        unit = "slice" if scenes[0].timeline.slices > 1 else "microbatch"
-        yield (), NAMES[detail - 1].replace("microbatch", unit)
+        sliced = scenes[0].timeline.slices > 1
+        yield (), "0.1: slice 1 of microbatch 0" if sliced else NAMES[detail - 1]
         if any(scene.against and scene.shades == 2 for scene in scenes):
             yield (), SMALL
     if dense:

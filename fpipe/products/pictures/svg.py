@@ -57,7 +57,7 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     number = "fp" + sha256(f"{look.dark}{body}".encode()).hexdigest()[:12]
     place = 'style="max-width:100%;height:auto"'
     if inline:
-        least = 0 if sheet.short else 600
+        least = 600 * (not sheet.short)
         place = f'id="{number}" style="width:100%;min-width:{least}px;max-width:1000px;height:auto"'
     shades = max(scene.shades for scene in scenes)
     scope = f"#{number} " if inline else ""
