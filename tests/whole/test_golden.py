@@ -63,15 +63,14 @@ def test_pictures_of_timelines(golden: Golden, tmp_path: Path, name: str, end: s
     golden(ROOT / "docs" / "pictures" / f"{name}{end}.svg", shown)
 
 
-def test_picture_of_a_notebook(golden: Golden, tmp_path: Path):
-    """What docs/howto/notebooks.md shows of a cell, and the same for a phone."""
-    schedule = fpipe.make_schedule("ZBV", 4, 8)
-    schedule.simulate(per="rank").save(tmp_path / "phone.svg", width=390)
-    phone = (tmp_path / "phone.svg").read_text(encoding="utf-8")
-    golden(ROOT / "docs" / "pictures" / "notebook-phone.svg", phone)
-    shown = schedule._repr_html_()
-    drawn = shown[shown.index("<svg") : shown.index("</svg>") + 6]
-    golden(ROOT / "docs" / "pictures" / "notebook.svg", f"{drawn}\n")
+def test_pictures_of_a_notebook(golden: Golden):
+    """The two pictures of a cell, for a wide one and for a phone, that docs/howto/notebooks.md
+    shows.
+    """
+    shown = fpipe.make_schedule("ZBV", 4, 8)._repr_html_()
+    drawn = re.findall(r"<svg.*?</svg>", shown, re.S)
+    for end, picture in zip(("", "-phone"), drawn, strict=True):
+        golden(ROOT / "docs" / "pictures" / f"notebook{end}.svg", f"{picture}\n")
 
 
 @pytest.mark.parametrize(

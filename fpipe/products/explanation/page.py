@@ -141,7 +141,6 @@ def _edges(plan: Any) -> list[Edge]:
     return [Edge(plan.rank, *edge, len(sizes), sum(sizes)) for edge, sizes in sent.items()]
 
 
-WIDTHS = {"wide": pictures.output.CELL, "narrow": 360.0}  #: pixels of a picture
 COLUMNS = 28  #: of a curve of memory in text
 _CAUSE = Cell("cause", "cause; the picture has the mean of all ranks, in groups such as warm-up")
 _LEVELS = " .:-=+*#%@"
@@ -208,9 +207,7 @@ class Explanation:
             path,
             (".html", ".txt"),
             lambda suffix: (
-                str(self)
-                if suffix == ".txt"
-                else page("fpipe explain", self._html("wide", "narrow"))
+                str(self) if suffix == ".txt" else page("fpipe explain", self._repr_html_())
             ),
         )
 
@@ -224,21 +221,14 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return self._html("wide")
-
-    def _html(self, *kinds: str) -> str:
-        """What to change first and the step, then why. A page has the step in two widths.
-        The picture has the total and the bubble.
+        """What a notebook shows: what to change first and the step, then why. The picture has the
+        total and the bubble.
         """
         body = [
             f"<h2>{escape(self.facts.title)}</h2><p>{self._about.rpartition('. ')[2]}</p>",
             "<h3>What to change first</h3>",
             *(f"<p>{escape(line)}</p>" for line in self._advice),
-            *(
-                f'<div class="{kind}">{pictures.figure(self.timeline, WIDTHS[kind], False)}</div>'
-                for kind in kinds
-            ),
+            pictures.figure(self.timeline, titled=False),
             *(f"<h3>{title}</h3>{pictures.table(*table)}" for title, table in self._tables.items()),
         ]
         return "".join(body)

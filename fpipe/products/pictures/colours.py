@@ -23,11 +23,11 @@ line          #d5dae1  #3a434e
 mark          #d6006c  #ff6fb1
 curve         #1f9d6b  #1f9d6b
 message-line  #3d4a59  #c3ccd6
-warmup        #e9edf2  #2d3640
-tail          #c9d0da  #47525d
-imbalance     #cfe8c4  #1f4a2c
-message       #f7d4f5  #662249
-other         #fbf3c9  #494a10
+warmup        #d8dfe4  #2f3640
+tail          #b6bfcb  #525a66
+imbalance     #e0e794  #462715
+message       #f8dcfd  #830d8d
+other         #e4eec8  #58520a
 later         #b5367f  #e36aa9
 earlier       #00808a  #35b8c0
 same          #f7ecd0  #5b5132
@@ -67,6 +67,7 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     for op in KINDS:
         for shade in range(shades):
             colours[f"{op}{shade}"] = fill(op, shade, shades)
+        colours[f"{op}{shades}"] = colours["line"]  # of one that has no colour of its own
     same = colours["same"]
     for step in range(5):
         share = (step + 1) / 5 if step else 0.0

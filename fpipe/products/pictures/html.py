@@ -126,7 +126,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "cell": scene.cell,
         "mean": scene.mean,
         "palette": colour_table(sorted(scene.colours), scene.shades),
-        "tints": list(labels.tints(scene)),
+        "tints": list(labels.tints([scene])),
         "scale": scale,
         "codes": list(codes),
         "lanes": [_lane(lane, scale, codes) for lane in scene.lanes],

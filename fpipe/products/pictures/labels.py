@@ -7,11 +7,11 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, compress
-from math import floor, inf, log10
+from math import floor, log10
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .scene import CAUSES, Bar, Look, Scene, Scenes, has_curves
+from .scene import ABSENT, CAUSES, SAME, Bar, Look, Scene, Scenes, has_curves
 
 
 def percent(share: float) -> str:
@@ -119,10 +119,19 @@ def notes(scene: Scene) -> list[str]:
     if parts or t.total > t.span:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
-        lines.insert(0, f"In brackets: the change from {scene.against.name}.")
-        if scene.against.timeline.placement.stages != t.placement.stages:
-            lines[0] += " An action is compared with the same layers there."
+        lines[:0] = [f"In brackets: the change from {scene.against.name}.", _comparison(scene)]
     return lines
+
+
+def _comparison(scene: Scene) -> str:
+    """What the colours of a scene that is compared with another one are, and of that one."""
+    was = scene.against or scene
+    same = was.timeline.placement.stages == scene.timeline.placement.stages
+    backward = "; B is compared with W, and I and W with B" * (was.ops != scene.ops)
+    return (
+        f"{was.name} is the reference and shows kinds of work. {scene.name} shows when an action "
+        f"ends, compared with the same {'action' if same else 'layers'} there{backward}."
+    )
 
 
 def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
@@ -138,7 +147,8 @@ def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
     if fold := scene.fold:
         yield (
             f"Not drawn ({mark}): {counted(fold.microbatches, 'microbatch')} of the steady state, "
-            f"from {number(fold.start)} to {time(fold.end, scene)}; the option full draws all."
+            f"from {number(fold.start)} to {time(fold.end, scene)}; "
+            "--full, or full=True, draws all."
         )
 
 
@@ -216,6 +226,8 @@ def step_of(least: float) -> float:
 BUBBLE = "Bubble by cause"
 NO_BUBBLE = "No bubble: ranks are idle only before their first and after their last action."
 PALER = "paler: other stages"
+#: what a name in a bar is, by the detail of names
+NAMES = ("0: microbatch", "F0: F of microbatch 0", "1F0: F of microbatch 0 on stage 1")
 SMALL = "small letters: a rank's other stage"
 Entry: TypeAlias = tuple[tuple[str, ...], str]  #: colours side by side, and their meaning
 
@@ -229,42 +241,42 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         if first:
             yield (first,), kind.name
         elif any(op in scene.ops for scene in scenes):
-            yield (), f"{op}: {kind.name}"
+            yield (f"{op}{max(scene.shades for scene in scenes)}",), kind.name  # without a colour
         paler += others[:1]
     if paler:
         yield tuple(paler), PALER
 
 
-def tints(scene: Scene) -> Iterator[Entry]:
-    """The colours of a scene that is compared with another one."""
-    if not scene.against:
+def tints(scenes: Scenes) -> Iterator[Entry]:
+    """The colours of scenes that are compared with another one, and what all of them are."""
+    last = scenes[-1]
+    if not last.against:
         return
-    shifts = [0.0, *(bar.shift or 0.0 for bar in scene.bars)]
-    other = scene.against.name
-    meanings = {
-        "t0 t1 t2 t3": f"ends earlier than in {other}, by {time(-min(shifts), scene)} at most",
-        "t4": f"ends as in {other}",
-        "t5 t6 t7 t8": f"ends later than in {other}, by {time(max(shifts), scene)} at most",
-        "t9": f"not in {other}",
-    }
-    for keys, meaning in meanings.items():
-        if used := scene.colours.intersection(keys.split()):
-            yield tuple(sorted(used)), meaning
+    yield (), f"an action ends, compared with {last.against.name}:"
+    for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
+        tint = int(key[1:])
+        step = abs(tint - SAME)
+        until = time(last.reach * step / 4, last)
+        start = f"{number(last.reach * (step - 1) / 4)} to" if step > 1 else "up to"
+        meaning = f"{start} {until} {'later' if tint > SAME else 'earlier'}"
+        yield (key,), {SAME: "at the same time", ABSENT: "not there"}.get(tint, meaning)
 
 
-def legend(scenes: Scenes, look: Look, dense: bool, named: float = 0.0) -> Iterator[Entry]:
+def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator[Entry]:
     """The legend of a picture; in a ``dense`` one shares of time are drawn instead of
-    actions. ``named`` is how wide bars with names are; no bar has one if that is infinite.
+    actions. ``detail`` is that of the names in bars, 0 if there are none.
     """
     yield from kinds(scenes, dense)
-    if named < inf and any(scene.against and scene.shades == 2 for scene in scenes):
-        yield (), SMALL
+    if detail and not dense:
+        sliced = scenes[0].timeline.slices > 1
+        yield (), "0.1: slice 1 of microbatch 0" if sliced else NAMES[detail - 1]
+        if any(scene.against and scene.shades == 2 for scene in scenes):
+            yield (), SMALL
     if dense:
         yield (), "height: share of the time"
     elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
         yield ("F0", "B0"), "fused"
-    for scene in scenes:
-        yield from tints(scene)
+    yield from tints(scenes)
     for cause, text in CAUSES.items():
         if any(cause in scene.idle for scene in scenes):
             yield (cause,), f"idle: {text}"

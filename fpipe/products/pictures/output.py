@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 #: the suffixes of pictures
 FORMATS = (".svg", ".png", ".pdf", ".html", ".json", ".txt")
 STYLES = ("paper", "light", "dark")  #: of figures
-CELL = 860.0  #: pixels of a narrow cell of a notebook
+#: pixels of a narrow cell of a notebook, and of a phone
+CELLS = {"wide": 860.0, "narrow": 360.0}
+#: which one is shown, by the width of the cell
+FITTING = (
+    "<style>.fp-narrow{display:none}@container(max-width:600px)"
+    "{.fp-wide{display:none}.fp-narrow{display:block}}</style>"
+)
 MOST_LINES = 400  #: of text that folds
 
 
@@ -216,11 +222,16 @@ def colours_of(console: Console) -> str:
 
 
 # ---- pieces of HTML for notebooks ----
-def figure(timeline: Timelines, width: float = CELL, titled: bool = True) -> str:
-    """A picture as wide as its cell, which scrolls sideways where it is less than 600 pixels."""
-    look = Look(width=width, titled=titled)
-    drawing = svg.paint(shortened(scenes(timeline), look), look, inline=True)
-    return f'<div style="overflow-x:auto">{drawing}</div>'
+def figure(timeline: Timelines, titled: bool = True) -> str:
+    """A picture as wide as its cell, and another one for a cell of a phone, where all letters would
+    be too small. The first one scrolls sideways where it is less than 600 pixels.
+    """
+    drawings: list[str] = []
+    for kind, width in CELLS.items():
+        look = Look(width=width, titled=titled)
+        drawing = svg.paint(shortened(scenes(timeline), look), look, inline=True)
+        drawings.append(f'<div class="fp-{kind}" style="overflow-x:auto">{drawing}</div>')
+    return f'<div style="container-type:inline-size">{FITTING}{"".join(drawings)}</div>'
 
 
 class Cell(NamedTuple):
@@ -252,7 +263,7 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table; cells are text, or a ``Cell``.
 
     >>> table(["rank"], [["a"]])
-    '<table><tr><th style="...left">rank</th></tr><tr><td style="...left">a</td></tr></table>'
+    '<table style="..."><tr><th style="...">rank</th></tr><tr><td style="...">a</td></tr></table>'
     """
 
     body = list(rows)
@@ -268,7 +279,8 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
         )
 
     lines = [line("th", head), *(line("td", row) for row in body)]
-    return f"<table>{''.join(f'<tr>{text}</tr>' for text in lines)}</table>"
+    inner = "".join(f"<tr>{text}</tr>" for text in lines)
+    return f'<table style="display:block;overflow-x:auto">{inner}</table>'
 
 
 def folded(text: str) -> str:

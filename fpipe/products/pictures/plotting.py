@@ -96,7 +96,7 @@ def _heading(scene: Scene, look: Look, width: float) -> list[str]:
 def _above(scenes: Scenes, look: Look, width: float) -> float:
     """Pixels between scenes."""
     lines = max(len(_heading(scene, look, width)) for scene in scenes)
-    return (13 if look.paper else 30) + LINE * lines
+    return (13 if look.paper else 30 + LINE) + LINE * lines
 
 
 def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
@@ -120,10 +120,19 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     for scene in scenes:
         axes.axhspan(y - above / f.pitch, y, color=colours["paper"])  # over the grid
         title, *notes = _heading(scene, look, width)
-        write(axes, notes, y, 0, color=colours["ink"], fontsize=font)
+        axis = int(not look.paper and y == 0)  # a line
+        write(axes, notes, y, axis, color=colours["ink"], fontsize=font)
         if len(scenes) > 1 or not look.paper:
             size = font if look.paper else 10
-            write(axes, [title], y, len(notes), color=colours["ink"], fontsize=size, weight="bold")
+            write(
+                axes,
+                [title],
+                y,
+                axis + len(notes),
+                color=colours["ink"],
+                fontsize=size,
+                weight="bold",
+            )
         for rank, figures in enumerate(labels.figures_of(scene)):
             place = y + rank + 0.5 * f.lane / f.pitch
             ticks[place] = f"rank {rank}"
@@ -144,9 +153,12 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     if not look.paper:
+        axes.xaxis.tick_top()  # as in all pictures for a screen; the heading has the unit
+        axes.set_xlabel("")
+        axes.tick_params(length=0)
         _label(axes.secondary_yaxis("right"), beside, colours["faint"], font)
-    entries = labels.legend(scenes, look, f.dense, f.named)
-    _legend(axes, entries, colours, height, font)
+    entries = labels.legend(scenes, look, f.dense, f.detail)
+    _legend(axes, entries, colours, (42 if look.paper else 14) / height, font)
     return axes
 
 
@@ -237,10 +249,10 @@ def _legend(
     axes: Axes,
     entries: Iterable[labels.Entry],
     colours: Mapping[str, str],
-    height: float,
+    below: float,
     font: float,
 ) -> None:
-    """The legend below the axis."""
+    """The legend below the axes, by a share of their height."""
     handles: list[tuple[Patch, ...]] = []
     texts: list[str] = []
     for keys, text in entries:
@@ -248,12 +260,13 @@ def _legend(
         handles.append(tuple(swatches) or (Patch(alpha=0),))
         letters = "+".join(dict.fromkeys(key[0] for key in keys if key[0] in OPS))
         texts.append(f"{letters}: {text}" if letters and text != labels.PALER else text)
-    for columns in range(len(texts), 0, -1):  # as many as fit
+    for columns in range(len(texts), 0, -1):  # as many as fit; their rows are in order
+        order = [k for first in range(columns) for k in range(first, len(texts), columns)]
         legend = axes.legend(
-            handles,
-            texts,
+            [handles[k] for k in order],
+            [texts[k] for k in order],
             loc="upper left",
-            bbox_to_anchor=(0, -42 / height),
+            bbox_to_anchor=(0, -below),
             borderaxespad=0,
             borderpad=0,
             ncols=columns,

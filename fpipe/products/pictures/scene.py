@@ -115,6 +115,7 @@ class Scene:
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
     unit: str  # of what ranks hold
     against: Scene | None = None  # what it is compared with
+    reach: float = 0.0  # the greatest shift of all that are compared, either way
     fold: Fold | None = None
 
     @property
@@ -377,7 +378,7 @@ def _tinted(scene: Scene, most: float) -> Scene:
         )
         for lane in scene.lanes
     ]
-    return replace(scene, lanes=tuple(lanes))
+    return replace(scene, lanes=tuple(lanes), reach=most)
 
 
 def tint(shift: float | None, most: float) -> int:

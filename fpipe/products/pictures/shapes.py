@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from math import ceil, inf
+from math import ceil
 from typing import NamedTuple, TypeAlias
 
 from ...actions import OPS
@@ -91,7 +91,7 @@ class Frame(NamedTuple):
     scale: float  # pixels per unit of time
     lane: float  # height
     curve: float  # height of memory curves
-    detail: int  # of the names of actions
+    detail: int  # of the names of actions, 0 if none has one
     size: float  # of letters in bars
     letters: float  # how much wider letters are than those of ``text_width``
     hints: bool
@@ -126,7 +126,9 @@ def frame(
             break
     else:  # of several scenes none has names then, of one the kinds with long bars
         size = least
-        named = inf if scenes[1:] else size * longest
+        named = size * longest
+        if scenes[1:] or max(bar.end - bar.start for bar in scenes[0].bars) * scale < named:
+            detail = 0
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     dense = min(scene.mean for scene in scenes) * scale < (PAPER_CELL if look.paper else LEAST_CELL)
     least /= letters
@@ -204,7 +206,7 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
             if scene.against and scene.shades == 2 and kind.endswith("1"):
                 label = label.lower()  # its colour does not tell the stage
             need = max(f.letters * text_width(label, size) + 2, f.named)
-            if size >= f.least and wide >= need:
+            if label and size >= f.least and wide >= need:
                 middle = (bar.start + bar.end) / 2
                 yield Label(middle, top + height / 2, label, size, colour, wide - 2)
             top += height

@@ -57,10 +57,8 @@ def paint(scenes: Scenes, look: Look, inline: bool = False) -> str:
     number = "fp" + sha256(f"{look.dark}{body}".encode()).hexdigest()[:12]
     place = 'style="max-width:100%;height:auto"'
     if inline:
-        least = min(sheet.right, 600)
-        place = (
-            f'id="{number}" style="width:100%;min-width:{least:g}px;max-width:1000px;height:auto"'
-        )
+        least = 600 * (not sheet.short)
+        place = f'id="{number}" style="width:100%;min-width:{least}px;max-width:1000px;height:auto"'
     shades = max(scene.shades for scene in scenes)
     scope = f"#{number} " if inline else ""
     style = "".join(_style(body, shades, look.dark, scope))
@@ -156,10 +154,11 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
-    for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.named):
+    for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.detail):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
-        if x > first and (x + wide > sheet.right - 5 or colours == ("warmup",)):
+        begins = colours == ("warmup",) or content.endswith(":")
+        if x > first and (begins or x + wide > sheet.right - 5):
             x = first
             y = y + 22
         for k, colour in enumerate(colours):

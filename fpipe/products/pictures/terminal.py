@@ -30,7 +30,7 @@ LINES = 50  #: of a picture of several panels, if not all of a long one is wante
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
-ENDS = "<<<<=>>>> "  # after a name of plain text, by tint
+ENDS = "<{[(=)]}> "  # after a name of plain text, by tint
 MARKS = "- goes on", "& fused", ". idle"
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
@@ -248,7 +248,7 @@ def _legend(
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     entries = [*labels.kinds(scenes, not layout.colours)]
     if layout.colours or layout.detail:
-        entries += [entry for scene in scenes for entry in labels.tints(scene)]
+        entries += labels.tints(scenes)
     items: list[list[Cell]] = []
     for keys, text in entries:
         swatch = [
@@ -257,13 +257,13 @@ def _legend(
         if keys and not layout.colours:
             op, shade = keys[0]
             swatch = _cells(op if op in OPS else ENDS[int(shade)])
-        items.append(swatch + _cells(f" {text}"))
+        items.append(swatch + _cells(f" {text}"[not keys :]))
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
             items.append(_cells(labels.SMALL))
         items += [_cells(text) for text in MARKS if text[0] in marks]
     if layout.detail == 3:
-        items.append(_cells("1F0: F of microbatch 0 on stage 1"))
+        items.append(_cells(labels.NAMES[2]))
     if not layout.detail:
         items.append(
             _cells(f"a letter: what fills most of {labels.time(1 / layout.scale, scenes[0])}")

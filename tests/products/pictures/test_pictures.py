@@ -179,8 +179,20 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
             dist(seen(fills[a], vision), seen(fills[b], vision))
             for a, b in combinations(scene.CAUSES, 2)
         ]
-        assert min(causes) > 4, (vision, causes)
+        assert min(causes) > 6, (vision, causes)
     assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_idle_time_is_apart_from_memory_and_from_its_paper(dark: bool):
+    """On dark paper "another rank computes" and memory were two greens of one kind, and on white
+    the warm-up was all but white.
+    """
+    fills = colours.palette(2, dark)
+    band = colours.mix(fills["paper"], fills["curve"], shapes.PALE["curve"])
+    for cause in scene.CAUSES:
+        assert dist(lab(fills[cause]), lab(band)) > 20, cause
+        assert dist(lab(fills[cause]), lab(fills["paper"])) > 11, cause
 
 
 def test_idle_time_and_memory_can_be_seen_on_dark_paper():
@@ -256,7 +268,11 @@ def test_text_leaves_the_middle_of_a_long_steady_state_out(name: str, width: int
     lines = text.splitlines()
     assert len(lines) <= 46 and max(map(len, lines)) <= width
     head = " ".join(line.strip() for line in lines[1:5])
-    assert head.startswith("total ") and "Not drawn (~): " in head and "option full" in head
+    assert (
+        head.startswith("total ")
+        and "Not drawn (~): " in head
+        and "--full, or full=True, draws all" in head
+    )
     at = {row.index("~") for row in lanes(text, 16).values()}
     assert len(at) == 1
     above = [before for before, line in pairwise(lines) if line.startswith("rank 0 ")]
@@ -596,21 +612,25 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     timeline("ZBV").save(tmp_path / "a.svg", against=timeline("1F1B"))
     text = (tmp_path / "a.svg").read_text()
     assert "ZBVZeroBubble against 1F1B" in text
-    most = re.findall(r">ends (earlier|later) than in 1F1B, by ([\d.]+) at most<", text)
-    assert len(most) == 2
-    assert ">ends as in 1F1B<" in text and ">In brackets: the change from 1F1B." in text
-    for way, by in most:
-        shifts = re.findall(rf"\d+[FIWB]\d: [\d.]+ to [^<]*; ([\d.]+) {way} than", text)
-        assert max(map(float, shifts)) == float(by)
-    assert "not in 1F1B" not in text
+    assert ">an action ends, compared with 1F1B:<" in text
+    assert ">at the same time<" in text and ">In brackets: the change from 1F1B.<" in text
+    assert ">1F1B is the reference and shows kinds of work. " in text
+    shown = " ".join(re.findall(r">([^<>]*)</text>", text))
+    assert "compared with the same layers there; B is compared with W, and I and W with B." in shown
+    steps = re.findall(r">(?:up|([\d.]+)) to ([\d.]+) (earlier|later)<", text)
+    shifts = re.findall(r"\d+[FIWB]\d: [\d.]+ to [^<]*; ([\d.]+) (earlier|later) than", text)
+    for by, way in shifts:  # the legend has a step for every shift, and none without one
+        assert any(float(a or 0) <= float(by) <= float(b) for a, b, w in steps if w == way)
+    assert max(float(b) for _, b, _ in steps) == max(float(by) for by, _ in shifts)
+    assert "not there" not in text
     timeline("1F1B", costs="comm=0.5").save(tmp_path / "b.svg", against=timeline("1F1B"))
     slower = (tmp_path / "b.svg").read_text()
-    assert "ends later than" in slower and "ends earlier than" not in slower
+    assert " later<" in slower and " earlier<" not in slower
     assert ">B7<" in slower, "colours are shifts, so letters say what the bars are"
     colored = pictures.draw(
         [timeline("1F1B"), timeline("ZBV")], width=120, color=True, look=Look(difference=True)
     )
-    assert "ends earlier than in 1F1B, by" in colored
+    assert re.search(r"up to [\d.]+ earlier", colored)
 
 
 def test_stages_are_compared_by_their_layers_where_counts_differ():
@@ -644,7 +664,8 @@ def test_the_legend_of_a_difference_has_the_tints_that_occur():
     """`by 1.5 at most` ran to deep magenta, where 1.5 was the palest pink."""
     cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
     _, second = scenes([timeline("1F1B"), cheap], difference=True)
-    shown = [key for keys, _ in labels.tints(second) for key in keys]
+    assert (("t5",), "up to 3.75 later") in labels.tints([second])
+    shown = [key for keys, _ in labels.tints([second]) for key in keys]
     assert shown == sorted(second.colours) and "t5" in shown and "t8" not in shown
 
 
@@ -713,7 +734,7 @@ def test_scenes_of_a_picture_have_names_in_one_way(width: float, paper: bool):
     look = Look(paper=paper)
     frame = shapes.frame(drawn, look, width, 26, plotting.LETTERS)
     assert {share for shares in named(drawn, frame) for share in shares.values()} in ({0}, {1})
-    assert frame.detail in (1, 3), "never a letter without its stage"
+    assert frame.detail in (0, 1, 3), "never a letter without its stage"
 
 
 def test_the_legend_for_a_paper_has_the_columns_that_fit():
@@ -751,7 +772,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert f"Not drawn (\u22ef): {left_out} microbatches of the steady state" in text
-    assert "the option full draws all." in text
+    assert "--full, or full=True, draws all." in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
     hidden = next(bar for bar in whole.bars if fold.start + 9 < bar.start < fold.end - 9)

@@ -1,6 +1,7 @@
 // How the lanes, the axis, the memory curves and the overview are drawn on their canvases. Nothing here reacts.
 
 const AXIS = 26, TITLE = 28, GROUP = 20, LEAST = 8;  // of letters
+const CONDENSED = 0.75;  // how much narrower than usual letters may be
 let GUTTER = 172;  // left of the lanes; narrow on a phone
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 let theme = {};
@@ -183,10 +184,10 @@ function formOf(pen, state, view, bar) {
     scene.widths ??= [(name) => name, (name) => name.match(/^0+\D/)[0], (name) => name.replace(scene.letters ? /^0+/ : /^0+\D/, "")]
       .map((cut) => Math.max(...scene.forms.map((name) => widthOf(pen, cut(name)))));
   }
-  const size = (...cuts) => Math.min(...state.scenes.map((scene) => (scene.cell * view.scale - 2) / Math.max(...cuts.map((cut) => scene.widths[cut]))));
+  const size = (...cuts) => Math.min(...state.scenes.map((scene) => (scene.cell * view.scale - 3) / Math.max(...cuts.map((cut) => scene.widths[cut]))));
   if (size(0) >= 9) return [0, Math.min(size(0), 11.5, bar - 3)];
   if (size(1, 2) >= 9 && bar >= 28) return [1, 9];
-  return [size(2) >= LEAST ? 2 : 3, Math.min(Math.max(size(2), LEAST), 11.5, bar - 3)];
+  return [size(2) >= LEAST * CONDENSED ? 2 : 3, Math.min(Math.max(size(2), LEAST), 11.5, bar - 3)];
 }
 
 function paintBars(pen, lane, scene, first, last, y, row, view, state) {
@@ -196,9 +197,9 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
   const [form, size] = formOf(pen, state, view, row.bar);
   state.form = form;
   let now = 10;
-  const write = (text, letters, x, y) => {
+  const write = (text, letters, x, y, space) => {
     if (letters !== now) pen.font = `${now = letters}px ${FONT}`;
-    pen.fillText(text, x, y);
+    pen.fillText(text, x, y, space);  // condensed where it is wider than that
   };
   for (let k = first; k <= last; k++) {
     const a = view.x(lane.start[k]), b = view.x(lane.end[k]);
@@ -213,17 +214,18 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
       pen.fillRect(a, top, wide, high);
       if (wide < 5 || dim || high < 9) continue;
       const part = partsOf(lane, k)[p], head = part.stage + part.op, letters = Math.min(size, high);
-      const fits = (text) => wide - 0.9 >= letters * widthOf(pen, text);
+      const space = Math.min(a + wide, view.left + view.width) - Math.max(a, view.left) - 2;  // names of neighbours do not touch
+      const fits = (text) => space >= CONDENSED * letters * widthOf(pen, text);
       const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2, half = top + high / 2;
       pen.fillStyle = paint.ink;
       if (form === 1 && high >= 28 && fits(head) && fits(part.microbatch)) {
-        write(head, 9, middle, half - 6);
-        write(part.microbatch, 9, middle, half + 6);
+        write(head, 9, middle, half - 6, space);
+        write(part.microbatch, 9, middle, half + 6, space);
       } else if (form < 2 && fits(part.name)) {
-        write(part.name, letters, middle, half + 0.5);
+        write(part.name, letters, middle, half + 0.5, space);
       } else {  // a shorter bar than others
-        const number = form === 2 ? letters : Math.min(11.5, high, (wide - 1) / scene.widths[2]);
-        if (number >= LEAST && fits(part.short) && (form < 3 || state.scenes.length === 1)) write(part.short, number, middle, half + 0.5);
+        const number = form === 2 ? letters : Math.min(11.5, high, space / CONDENSED / scene.widths[2]);
+        if (number >= LEAST && fits(part.short) && (form < 3 || state.scenes.length === 1)) write(part.short, number, middle, half + 0.5, space);
       }
     }
   }

@@ -49,6 +49,7 @@ function paintNow() {
   if (shown !== state.shown) {
     Object.assign(state, {dense, shown});
     legend();
+    if (!state.chosen) hint();
   }
   if (mouse && !drag) hover(mouse.x, mouse.y, false);  // the box follows what is under the mouse
 }
@@ -134,7 +135,7 @@ function choose(place) {
   state.chosen = place;
   const row = $("chosen");
   if (!place) {
-    row.replaceChildren(element("span", "Click or tap an action to choose it; ? explains the rest.", "faint"));
+    hint();
   } else {
     const lines = describe(state.scenes, place.scene, place.rank, place.index);
     row.replaceChildren(...lines.map(([kind, text], k) => element(k ? "span" : "b", text, kind)));
@@ -145,6 +146,12 @@ function choose(place) {
     }
   }
   draw();
+}
+
+function hint() {
+  const numbers = state.dense || state.form === 3 ? "zoom in for the numbers of microbatches; " : "";
+  const text = `Click or tap an action to choose it; ${numbers}? explains the rest.`;
+  $("chosen").replaceChildren(element("span", text, "faint"));
 }
 
 function follow() {
@@ -360,7 +367,7 @@ function legend() {
   for (const op of "FBIW") {
     if (!scenes.some((scene) => scene.ops.includes(op))) continue;
     if (!plain.some((scene) => scene.ops.includes(op))) {  // in the colours of a difference
-      items.push(element("span", `${op}: ${WORDS[op]}`));
+      swatch([[theme.line, theme.ink, op]], "", WORDS[op]);
       continue;
     }
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
@@ -372,8 +379,11 @@ function legend() {
   if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
-  for (const scene of scenes) {
-    for (const [tints, word] of scene.tints ?? []) swatch(tints.map((tint) => [shadeOf(scene, tint), "", ""]), "", word);
+  const tints = new Map();  // by meaning: all scenes have one scale
+  for (const scene of scenes) for (const [keys, word] of scene.tints ?? []) tints.set(word, [keys[0] ?? "", scene]);
+  for (const [word, [key, scene]] of [...tints].sort(([, [a]], [, [b]]) => (a < b ? -1 : 1))) {
+    if (key) swatch([[shadeOf(scene, key), "", ""]], "", word);
+    else items.push(element("span", "", "break"), element("span", word));
   }
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
