@@ -120,23 +120,15 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     for scene in scenes:
         axes.axhspan(y - above / f.pitch, y, color=colours["paper"])  # over the grid
         title, *notes = _heading(scene, look, width)
-        axis = int(not look.paper and y == 0)  # a line
-        write(axes, notes, y, axis, color=colours["ink"], fontsize=font)
+        top = int(not look.paper and y == 0)  # a line for the axis
+        write(axes, notes, y, top, color=colours["ink"], fontsize=font)
         if len(scenes) > 1 or not look.paper:
             size = font if look.paper else 10
-            write(
-                axes,
-                [title],
-                y,
-                axis + len(notes),
-                color=colours["ink"],
-                fontsize=size,
-                weight="bold",
-            )
+            top += len(notes)
+            write(axes, [title], y, top, color=colours["ink"], fontsize=size, weight="bold")
         for rank, figures in enumerate(labels.figures_of(scene)):
             place = y + rank + 0.5 * f.lane / f.pitch
-            ticks[place] = f"rank {rank}"
-            beside[place] = figures
+            ticks[place], beside[place] = f"rank {rank}", figures
         _draw(axes, scene, y, f, colours)
         y += len(scene.lanes) + above / f.pitch
     unit = scenes[0].timeline.unit
@@ -153,9 +145,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
     if not look.paper:
-        axes.xaxis.tick_top()  # as in all pictures for a screen; the heading has the unit
-        axes.set_xlabel("")
-        axes.tick_params(length=0)
+        axes.xaxis.set(ticks_position="top", label_text="")  # the heading has the unit
         _label(axes.secondary_yaxis("right"), beside, colours["faint"], font)
     entries = labels.legend(scenes, look, f.dense, f.detail)
     _legend(axes, entries, colours, (42 if look.paper else 14) / height, font)
