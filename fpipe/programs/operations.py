@@ -64,10 +64,6 @@ def fill(value: Any, values: Mapping[str, Any]) -> Any:
 Role: TypeAlias = Literal["param", "x", "side", "state", "cotangent", "aux cotangent", "grad"]
 
 
-#: The roles of inputs that the caller passes and keeps.
-CALLERS: frozenset[Role] = frozenset({"param", "side", "state"})
-
-
 class Input(NamedTuple):
     """What an input of a stage's programs is: which leaf in which role."""
 

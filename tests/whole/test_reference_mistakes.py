@@ -398,7 +398,7 @@ TRAINING: Mistakes = {
     "receive of a part": (lambda: fpipe.receive(piped(), {"0": EYE}), "no tensor '1' for stage 1"),
     "an optimizer of torch": (
         lambda: loop(torch.optim.SGD([EYE.clone()], lr=0.1)),
-        r"tx= is a SGD; give a transform such as fpipe\.adamw",
+        r"tx= is of type SGD; give a transform such as fpipe\.adamw",
     ),
     "data in place of a function": (lambda: loop(batch=(X, T)), "must be a function of the step"),
     "a batch of x alone": (lambda: loop(batch=lambda step: X), r"is a Tensor; return \(x, \*"),

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ...programs.tensor_state import RETAINED
-from .meter import check_saved, saved_handles
+from .meter import saved_handles, saved_names
 
 Grads: TypeAlias = dict[int, Tensor | None]
 #: The ends of the leaves of an argument, by index.
@@ -227,7 +227,7 @@ def _movable(nodes: Iterable[Node]) -> list[Cell]:
     lasting = []
     for node in nodes:
         custom = isinstance(node, _FUNCTION)
-        check_saved(node)
+        _check(node)
         for saved in saved_handles(node):
             cell: Cell = []
             unpack = partial(_read if custom else _take, cell)
@@ -238,6 +238,16 @@ def _movable(nodes: Iterable[Node]) -> list[Cell]:
             if custom:
                 lasting.append(cell)
     return lasting
+
+
+def _check(node: Node) -> None:
+    """Let autograd check that what a node saved was not changed in place since, with its own error:
+    a hook on a saved output ends the check. What the user set hooks on is not unpacked.
+    """
+    if not _hooked(node):
+        for name in saved_names(type(node)):
+            getattr(node, name.replace("raw_", ""), None)
+            getattr(node, name[5:], None)  # of a custom Function
 
 
 def _read(cell: Cell, _: None) -> Tensor:

@@ -66,31 +66,16 @@ def plain_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 @lru_cache(maxsize=4096)
-def _saved_names(kind: type) -> tuple[str, ...]:
+def saved_names(kind: type) -> tuple[str, ...]:
+    """The names of the handles of what nodes of a kind save."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def saved_handles(node: Node) -> Iterator[Any]:
     """The handles of the tensors that a node saved."""
-    for name in _saved_names(type(node)):
+    for name in saved_names(type(node)):
         saved = getattr(node, name)
         yield from saved if isinstance(saved, (tuple, list)) else (saved,)
-
-
-def check_saved(node: Node) -> None:
-    """Let autograd check that what a node saved was not changed in place since: a hook on a saved
-    output ends its own check.
-
-    Raises:
-        RuntimeError: autograd's, which names the operation.
-    """
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        names = ["saved_tensors"]
-    else:
-        names = [name.removeprefix("_raw") for name in _saved_names(type(node))]
-    if all(saved.unpack_hook is None for saved in saved_handles(node)):
-        for name in names:
-            getattr(node, name)
 
 
 def gradient_bytes(node: Node, ports: Sequence[int]) -> int:

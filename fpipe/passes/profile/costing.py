@@ -31,11 +31,11 @@ _WORK |= dict.fromkeys(_COMPUTES, "programs") | dict.fromkeys(_HANDLES, "posting
 ABOUT = (
     """\
 The measured time is from the start of the first action of all ranks to the end of the last one; the
-whole step has also what is before and after. A simulated action takes the mean time of its kind on
-its stage.""",
+whole step has also what is before and after. A simulated action takes the median time of its kind
+on its stage.""",
     """\
 One process ran the ranks in turn, one after the other: that time is measured. In the simulation
-they run at once. A simulated action takes the mean time of its kind on its stage.""",
+they run at once. A simulated action takes the median time of its kind on its stage.""",
 )
 
 #: What the heads and cells of a profile's tables say.
@@ -60,7 +60,6 @@ _OWN = {
     "between": "spends {} more than the other ranks between its instructions",
 }
 _LEAST = 0.05  #: of a step, for a rank to be named
-_SCATTER = 1.5  #: times the median is a mean that is named
 
 
 def in_ms(*times: float) -> Iterator[str]:
@@ -160,9 +159,18 @@ def costs(
     """The costs of these steps, of all ranks, for whole microbatches; ``saved`` and ``kept`` are
     bytes by stage.
     """
-    lasted, stages, slices = _lasted(steps)
+    lasted = {op: defaultdict[int, list[float]](list) for op in ("F", "B", "I", "W", "overlap")}
+    stages = 0
+    slices = 1
+    for runs in steps:
+        for _, action, start, end in spans(runs):
+            first = action.parts[0]
+            slices = first.slices
+            op = action.op if isinstance(action, Action) else "overlap"
+            lasted[op][first.stage].append((end - start) * slices)
+            stages = max(stages, *(part.stage + 1 for part in action.parts))
     forward, whole, inputs, weights, overlap = (
-        {stage: fmean(times) for stage, times in by_stage.items()} for by_stage in lasted.values()
+        {stage: median(times) for stage, times in by_stage.items()} for by_stage in lasted.values()
     )
     half = {stage: time / 2 for stage, time in whole.items() if stage not in inputs}
     inputs = half | inputs
@@ -184,38 +192,6 @@ def costs(
         overlap=row(one_by_one | overlap) if overlap else None,
         **(_links(steps, stages, slices) if stages > 1 else {}),
     )
-
-
-def _lasted(
-    steps: Iterable[Sequence[Run]],
-) -> tuple[dict[str, defaultdict[int, list[float]]], int, int]:
-    """The times of whole microbatches by op and stage, how many stages there are, and slices."""
-    lasted = {op: defaultdict[int, list[float]](list) for op in ("F", "B", "I", "W", "overlap")}
-    stages = 0
-    slices = 1
-    for runs in steps:
-        for _, action, start, end in spans(runs):
-            first = action.parts[0]
-            slices = first.slices
-            op = action.op if isinstance(action, Action) else "overlap"
-            lasted[op][first.stage].append((end - start) * slices)
-            stages = max(stages, *(part.stage + 1 for part in action.parts))
-    return lasted, stages, slices
-
-
-def scattered(runs: Sequence[Run]) -> Iterator[str]:
-    """The kind of action whose mean is farthest above its median, as a sentence, if it is far."""
-    _, what, *found = max(
-        (fmean(times) - median(times), f"stage {stage}'s {op}", fmean(times), median(times))
-        for op, by_stage in _lasted([runs])[0].items()
-        for stage, times in by_stage.items()
-    )
-    if found[0] > _SCATTER * found[1]:
-        mean, usual = in_ms(*found)
-        yield (
-            f"The times scatter. The mean of {what} is {mean} ms, its median {usual} ms: "
-            "something else disturbed it. Measure again, with more steps."
-        )
 
 
 def _links(

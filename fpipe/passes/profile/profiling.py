@@ -35,7 +35,7 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, scattered, shares, timeline
+from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, shares, timeline
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Profile:
 
     @cached_property
     def costs(self) -> Costs:
-        """The costs of actions and messages in seconds: means over all calls."""
+        """The costs of actions and messages in seconds: medians over all calls."""
         return self.priced(self._alike)
 
     @property
@@ -159,7 +159,7 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
-        name = "simulated with mean times" + ", ranks at once" * self.in_turn
+        name = "simulated with median times" + ", ranks at once" * self.in_turn
         return replace(self.simulate(self._price), name=self._called(name))
 
     @property
@@ -220,7 +220,7 @@ class Profile:
         seen = {name: f"{sums[name] / whole:.1%}" for name in sums if sums[name] >= 5e-4 * whole}
         of_ranks = (in_ms(*(part[name] for part in parts)) for name in seen)
         return {
-            "Mean times of actions by stage, in ms": [
+            "Median times of actions by stage, in ms": [
                 ("stage", *columns),
                 *zip(count(), *columns.values(), strict=False),
             ],
@@ -236,7 +236,6 @@ class Profile:
         """What to mend, in sentences."""
         if len(self._median) > 1 and all(run.events for run in self._last):
             yield late(self._alike, self.simulated.total, self.in_turn)
-        yield from scattered(self._median)
 
     @property
     def _sentences(self) -> Iterator[str]:
@@ -268,7 +267,7 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
     Returns:
         A function with the arguments and the result of ``step``, or a context manager; every
         process must use it. Its ``timeline`` is the step of median time, ``simulated`` that step
-        with the mean times of its actions, ``costs`` has those of all steps, and ``save(path)``
+        with the median times of its actions, ``costs`` has those of all steps, and ``save(path)``
         draws both; of ranks in turn, in one process, it draws ``simulated``.
 
     Raises:
@@ -357,7 +356,7 @@ class Measuring:
             profiled()
 
     def costs(self) -> Costs:
-        """Means over the steps so far; every process must call it."""
+        """Medians over the steps so far; every process must call it."""
         runs = [runs for profiled in self._profiles for runs in profiled.runs]
         return self._profiles[0].priced(runs, self._held("saved"), self._held("kept"))
 

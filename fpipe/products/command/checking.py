@@ -6,6 +6,7 @@ imports torch.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 from math import inf
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..search import comparison
 from ..search.comparison import held, in_microbatches
 from ..search.memory_limit import limits
 from ..search.problem import ALMOST
-from ..search.solve import Kind, solve as solve_schedule
+from ..search.solve import Kind, Solved, solve as solve_schedule
 from . import options
 from .options import INVALID, json_option, option, print_json, report_error, usage_error
 
@@ -222,6 +223,34 @@ total: from the first start to the last end of all ranks; it exceeds the span if
 memory: the fullest rank's peak{}"""
 
 
+def _verdict(
+    best: Solved, entries: Sequence[comparison.Entry], limit: float, given: str, one: str
+) -> str:
+    """Whether it is the best, beside the best named ones, and a picture unless one is as good."""
+    t = best.timeline
+    gap = f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g}"
+    found = gap if best.gap else "optimal: yes, no schedule has a shorter span"
+    lines = [fill(f"{found} (set by {best.bound.reason})", 80), _NONE.format(limit)]
+    figures = [("solved", t.span, t.total, max(t.peak_bytes))]
+    below = fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80)
+    below += f"\n\n{pictures.draw(t)}"
+    taken = comparison.take(entries, limit)
+    if taken:
+        figures.append((taken.name, taken.span, taken.total, taken.memory))
+        lines[1] = f"best named schedule of {best.stages} stages: {taken.name}"
+        ours, theirs = (row[1:] for row in figures)
+        if all(a <= b * ALMOST for a, b in zip(theirs, ours, strict=True)):
+            lines[1] = (
+                f"no better than {taken.name}: use that\ntry: fpipe draw {taken.name} {given}"
+            )
+            below = ""
+    rows = [
+        (name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in figures
+    ]
+    lines += ["", *pictures.aligned([("", "span", "total", "memory"), *rows])]
+    return "\n".join([*lines, _MEANINGS.format(one), below])
+
+
 @click.command()
 @options.ranks_option
 @options.microbatches_option
@@ -262,37 +291,12 @@ def solve(
         best = solve_schedule(
             scaled, p, m, placement, per=per, stages=stages, memory=memory, time_limit=seconds
         )
-    t = best.timeline
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
-    [limit] = limits(memory, 1, price)
-    taken = comparison.take([e for e in entries if e.weights <= 1], limit)
-    solved = t.span, t.total, max(t.peak_bytes)
-    figures = {"solved": solved}
-    named = _NONE.format(limit)
-    priced = f" --per {per} --costs {quote(costs or 'F=1')}"
-    placed = fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80, subsequent_indent="  ")
-    drawn = f"{placed}\n\n{pictures.draw(t)}"
-    if taken:
-        theirs = figures[taken.name] = taken.span, taken.total, taken.memory
-        named = f"best named schedule of {best.stages} stages: {taken.name}"
-        if all(one <= ours * ALMOST for one, ours in zip(theirs, solved, strict=True)):
-            named = f"no better than {taken.name}: use that"
-            counts = f"-p {p} -m {m} --stages {best.stages}"
-            named += (
-                f"\ntry: fpipe draw {taken.name} {counts}{priced * bool(costs or per == 'stage')}"
-            )
-            drawn = ""
-    twice = comparison.take(entries, limit)
-    if twice != taken and twice:
-        named += f"\nwith weights held twice: {twice.name}, total {twice.total:.6g}"
-    gap = f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g}"
-    found = gap if best.gap else "optimal: yes, no schedule has a shorter span"
-    found = fill(f"{found} (set by {best.bound.reason})", 80)
-    rows = [(name, *map("{:.6g}".format, row[:2]), held(row[2])) for name, row in figures.items()]
-    table = "\n".join(pictures.aligned([("", "span", "total", "memory"), *rows]))
-    click.echo(f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(_one(price))}")
-    click.echo(drawn, nl=False, color=True)
+    once = [entry for entry in entries if entry.weights <= 1]
+    priced = f"--per {per} --costs {quote(costs or 'F=1')}"
+    given = f"-p {p} -m {m} --stages {best.stages} {priced}"
+    click.echo(_verdict(best, once, limits(memory, 1, price)[0], given, _one(price)), color=True)
     if out:
         best.to_csv(out)
-        click.echo(f"wrote {out}; try: fpipe draw {out}{priced}")
+        click.echo(f"wrote {out}; try: fpipe draw {out} {priced}")

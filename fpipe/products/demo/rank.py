@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import init, pipeline, profile, value_and_grad
-from ...actions import Timeline, progress_line
+from ...actions import Timeline
 from ...devices import pick
 from ...schedule import Schedule
 from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
@@ -72,7 +71,7 @@ class Step(NamedTuple):
 
     number: int
     loss: float
-    speed: float  #: tokens a second, the median of the last steps
+    speed: float  #: tokens a second
     timeline: Timeline | None  #: if it was measured
 
 
@@ -87,7 +86,7 @@ class LastStep(NamedTuple):
 def work(settings: Settings, wire: Connection) -> LastStep:
     """Train on this rank; called by ``launch`` in each process."""
     torch.set_num_threads(1)
-    progress_line.AFTER = 1e6  # seconds: never, since rank 0 reports to the panel
+    os.environ["TERM"] = "dumb"  # no line of its own: rank 0 reports to the panel
     devices = max(torch.accelerator.device_count(), 1)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = pick(local_rank=local % devices)  # ranks may share one
@@ -101,7 +100,6 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     state = rules.init(params)
     last = LastStep(0.0, params, params)
     reports = 0 in group.here
-    speeds: list[float] = []
     for number in range(settings.steps):
         x, following = settings.batch(text, number)
         start = time.perf_counter()
@@ -112,8 +110,7 @@ def work(settings: Settings, wire: Connection) -> LastStep:
         last = LastStep(float(loss), params, grads)
         params = apply_updates(params, updates)
         if reports:
-            speeds.append(x.numel() / (time.perf_counter() - start))
-            speed = median(speeds[-20:])
+            speed = x.numel() / (time.perf_counter() - start)
             wire.send(Step(number, last.loss, speed, profiled.timeline if measured else None))
     if reports:
         profiled.save(settings.page)

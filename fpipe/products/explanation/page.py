@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
-from inspect import Parameter, signature, unwrap
+from inspect import signature, unwrap
 from itertools import chain, pairwise
 from math import inf
 from os import PathLike
@@ -27,8 +27,6 @@ from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import readable
 from .reasons import advice, idle_of
-
-_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class StageFacts(NamedTuple):
@@ -177,7 +175,7 @@ def _needs_targets(loss: Any) -> bool:
         parameters = signature(getattr(fn, "forward", fn)).parameters.values()
     except (TypeError, ValueError):  # no loss, or a function of C without a signature
         return False
-    required = [p for p in parameters if p.default is p.empty and p.kind in _BY_POSITION]
+    required = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     return len(required) > 1
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain, compress
+from itertools import compress
 from math import floor, log10
 from typing import TypeAlias
 
@@ -126,11 +126,10 @@ def notes(scene: Scene) -> list[str]:
 def _comparison(scene: Scene) -> str:
     """What the colours of a scene that is compared with another one are, and of that one."""
     was = scene.against or scene
-    same = was.timeline.placement.stages == scene.timeline.placement.stages
     backward = "; B is compared with W, and I and W with B" * (was.ops != scene.ops)
     return (
         f"{was.name} is the reference and shows kinds of work. {scene.name} shows when an action "
-        f"ends, compared with the same {'action' if same else 'layers'} there{backward}."
+        f"ends, compared with the same layers there{backward}."
     )
 
 
@@ -152,35 +151,19 @@ def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
         )
 
 
-def brief(scene: Scene) -> tuple[str, ...]:
-    """Total and bubble, and what a bubble of 0 is."""
-    figures = ", ".join(map(" ".join, facts(scene)[:2]))
-    return figures, *(line for line in notes(scene) if line == NO_BUBBLE)
-
-
 def units(scene: Scene) -> str:
     """What the times are: their unit, and what a stage takes."""
     t = scene.timeline
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
     stages = "the stage" if count == 1 else f"each of the {count} stages"
-    times: defaultdict[str, defaultdict[int, list[float]]]
-    times = defaultdict(lambda: defaultdict(list))  # by op and stage
+    times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
-            times[bar.action.op][bar.action.stage].append(bar.end - bar.start)
-    lengths = ", ".join(
-        f"{op} {_range([*chain(*times[op].values())])}" for op in scene.ops if op in times
-    )
+            times[bar.action.op].append(bar.end - bar.start)
+    lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
     text = f"Times in {t.unit or 'units of the costs'}"
     if not lengths:
         return f"{text}."
-    slowest = set(range(t.placement.stages))
-    for by_stage in times.values():
-        most = 0.95 * max(map(min, by_stage.values()))
-        if most > min(map(min, by_stage.values())):
-            slowest &= {stage for stage, took in by_stage.items() if min(took) > most}
-    if len(slowest) == 1 < t.placement.stages:
-        lengths += f" (the slowest is stage {slowest.pop()})"
     if count > 1:
         lengths += f", together {number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
     return f"{text}: {stages} of a rank takes {lengths}."

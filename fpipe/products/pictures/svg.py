@@ -78,8 +78,6 @@ def _elements(scenes: Scenes, look: Look, sheet: _Sheet) -> tuple[list[str], flo
     for scene in scenes:
         lines = [(labels.title(scene), 15 if sheet.short else 17, 20, "ink b")] * look.titled
         notes = (*labels.summary(scene, most=16 * sheet.short), *labels.notes(scene))
-        if look.memory is False and not scene.against and not scene.fold:
-            notes = labels.brief(scene)
         lines += [(note, 12.5, 17, "faint") for note in notes]
         for content, size, height, kind in lines:
             wide = BOLD * size if kind == "ink b" else size

@@ -135,8 +135,10 @@ class Loop:
                 f"Loop takes what fpipe.pipeline returns, not {type(self.pipe).__name__}"
             )
         if not isinstance(self._tx, Transform):
-            name = type(self._tx).__name__
-            raise TransformError(f"tx= is a {name}; give a transform such as fpipe.adamw(3e-4)")
+            raise TransformError(
+                f"tx= is of type {type(self._tx).__name__}; give a transform such as "
+                "fpipe.adamw(3e-4)"
+            )
         if not isinstance(self.path, str | os.PathLike | None):
             raise CheckpointError(
                 f"path={self.path!r}; give the folder of the run, or leave it out"

@@ -372,14 +372,6 @@ def test_colour_is_on_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
     assert "\x1b" in pictures.draw(t, color=True)
 
 
-def test_the_slowest_stage_is_named():
-    slow = make_schedule("ZBV", 4, 8).simulate(Costs(F=[*[1] * 7, 2], I=[*[1] * 7, 2]), jitter=0.01)
-    assert "(the slowest is stage 7)" in " ".join(pictures.draw(slow, color=False).split())
-    for costs in (Costs(), Costs(F=[2, *[1] * 6, 2]), Costs(load=[1, 2] * 4)):
-        text = pictures.draw(make_schedule("ZBV", 4, 8).simulate(costs), color=False)
-        assert "slowest" not in text
-
-
 def test_fused_actions_show_both_parts_in_their_colours():
     text = pictures.draw(toy(), width=70, color=True)
     for op in "FB":

@@ -326,7 +326,7 @@ def test_arguments_of_another_kind_are_refused():
     pipe, tx = pipeline(LAYOUTS[1])[0], fpipe.sgd(0.1)
     with pytest.raises(fpipe.errors.StageError, match="returns, not int"):
         fpipe.Loop(3, tx)  # type: ignore[arg-type]
-    with pytest.raises(fpipe.errors.TransformError, match="tx=3; give a transform"):
+    with pytest.raises(fpipe.errors.TransformError, match="tx= is of type int; give a transform"):
         fpipe.Loop(pipe, 3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="path=3; give the folder"):
         fpipe.Loop(pipe, tx, path=3)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     assert largest_difference(small, [last_step]) == 1
     assert [report.number for report in wire.sent] == [0, 1, 2]
     title = small.schedule.name
-    assert f"{title}, simulated with mean times, ranks at once" in page.read_text()
+    assert f"{title}, simulated with median times, ranks at once" in page.read_text()
 
 
 def test_the_model_is_the_same_however_it_is_cut():
