@@ -91,12 +91,12 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([{"name": name, "about": about} for name, about in lines.items()])
         return
-    click.echo("schedule               stages  weights  (of a rank, by default)")
+    click.echo("schedule               stages  weights  what it does")
     for name, about in lines.items():
         placed = make_schedule(name, 4, 4).placement
         facts = f"{name:<23}{len(placed.stages_of(0)):6}{len(placed.paths):8}x  {about}"
         click.echo(fill(facts, 80, subsequent_indent=" " * 40))
-    click.echo("weights: copies of each stage; ZBV is short for ZBVZeroBubble")
+    click.echo("stages: of a rank; weights: copies of a stage; ZBV is short for ZBVZeroBubble")
 
 
 _COLUMNS = """\

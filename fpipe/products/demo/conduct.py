@@ -23,7 +23,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
@@ -121,9 +120,7 @@ def screen(
         TextColumn("{task.description}"),
         BarColumn(None),
         MofNCompleteColumn(),
-        TextColumn("steps, ran"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("steps, left"),
         TimeRemainingColumn(),
         console=console,
         expand=True,
