@@ -1046,8 +1046,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Shorten names in the contents of a page of the reference.
-    Let output that has an error wrap.
+    """Shorten names in the contents of a page of the reference, and let outputs wrap that have an
+    error.
     """
     if page.file.src_uri.startswith("reference/"):
         shorten(page.toc)

@@ -235,10 +235,6 @@ class C10dGroup(Group):
 
     def part(self, ranks: Sequence[int]) -> C10dGroup:
         """A new process group of some of its ranks, made by these alone; none other need run."""
-        if self.rank not in ranks:
-            raise GroupError(
-                f"rank {self.rank} is not one of the ranks {list(ranks)}; only they make a group"
-            )
         pg = _twin(self.pg, ranks)
         set_timeout(pg, self.timeout)
         group = C10dGroup(pg, self._device, self.timeout, self.can)

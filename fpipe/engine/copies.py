@@ -141,6 +141,5 @@ def copies(
             "that fpipe.init(dp=...) has as .dp"
         )
     group = as_group("dp", group)
-    named = patterns("own", own)
-    of_leaves = tuple(f"*.{name}" if name[:1].isalpha() else name for name in named)
-    return Copies(group, zero, reduce_dtype, bucket_bytes, unsharded, of_leaves, reduction)
+    of_leaves = [f"*.{name}" if name[:1].isalpha() else name for name in patterns("own", own)]
+    return Copies(group, zero, reduce_dtype, bucket_bytes, unsharded, tuple(of_leaves), reduction)

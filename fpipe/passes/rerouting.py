@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ..actions.action import Action, AnyAction, Placement, joined
 from ..engine.config import Config
 from ..engine.pipeline_base import PipelineBase
-from ..errors import StageError
+from ..errors import GroupError, StageError
 from ..schedule import Schedule
 from .sums import by_order
 
@@ -39,6 +39,10 @@ def rerouted(pipe: P, without: Sequence[int]) -> P:
     if config.microbatches is not None:
         schedule = schedule(group.size - len(lost), config.microbatches)
     rest = [rank for rank in range(group.size) if rank not in lost]
+    if lost.issuperset(group.here):
+        raise GroupError(
+            f"rank {group.here[0]} is not one of the ranks {rest}; only they make a group"
+        )
     return type(pipe)(replace(config, schedule=schedule, group=group.part(rest)))
 
 

@@ -36,16 +36,20 @@ class Operation:
     traced: Apply | None = None  # the same for plain autograd, with the gradient of a trace
 
 
-class Sine(torch.autograd.Function):
-    """A custom function with one input and one output."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sin()
+class SavesInput(torch.autograd.Function):
+    """A custom function with one input and one output, which saves its input."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+
+
+class Sine(SavesInput):
+    """A sine, with another gradient than plain autograd's."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
@@ -53,7 +57,7 @@ class Sine(torch.autograd.Function):
         return grad * x.cos() * 2
 
 
-class Product(torch.autograd.Function):
+class Product(SavesInput):
     """The product of a row, with the gradient of a trace, which cannot look for zeros and divide by
     the others: the products of what is before each factor and of what is behind it.
     """
@@ -61,10 +65,6 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.prod(-1, keepdim=True)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]

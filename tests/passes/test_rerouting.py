@@ -13,7 +13,7 @@ import fpipe
 from common import layer, same, squared
 from fpipe import Schedule, make_schedule, testing
 from fpipe.actions.action import plain
-from fpipe.errors import FpipeError, StageError
+from fpipe.errors import FpipeError, GroupError, StageError
 from fpipe.passes.rerouting import without
 from sample import also
 
@@ -213,6 +213,17 @@ def test_wrong_ranks(lost: Any) -> None:
     pipe = fpipe.pipeline([layer] * 2, schedule, group=fpipe.local(4), **LOSS)
     with pytest.raises(StageError, match=r"give ranks between 0 and 3, as in without=\[2\]"):
         pipe.rerouted(without=lost)
+
+
+def test_a_lost_rank_that_goes_on() -> None:
+    schedule = make_schedule("1F1B", 4, 6, replicas=(3, 1))
+
+    def program(group: Any) -> Any:
+        return fpipe.pipeline([layer] * 2, schedule, group=group, **LOSS).rerouted(without=[2]).here
+
+    lost = testing.outcomes(program, 4)[2]
+    assert isinstance(lost.error, GroupError)
+    assert "rank 2 is not one of the ranks [0, 1, 3]; only they make a group" in str(lost.error)
 
 
 def test_copies_of_the_pipeline() -> None:

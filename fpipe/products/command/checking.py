@@ -24,7 +24,7 @@ from ..search import comparison
 from ..search.comparison import held, in_microbatches
 from ..search.memory_limit import limits
 from ..search.problem import ALMOST
-from ..search.solve import Kind, Solved, solve as solve_schedule
+from ..search.solve import Kind, Solved, solve as solve_schedule, stages_of
 from . import options
 from .options import INVALID, json_option, option, print_json, report_error, usage_error
 
@@ -230,25 +230,24 @@ def _verdict(
     t = best.timeline
     gap = f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g}"
     found = gap if best.gap else "optimal: yes, no schedule has a shorter span"
-    lines = [fill(f"{found} (set by {best.bound.reason})", 80), _NONE.format(limit)]
-    figures = [("solved", t.span, t.total, max(t.peak_bytes))]
-    below = fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80)
-    below += f"\n\n{pictures.draw(t)}"
-    taken = comparison.take(entries, limit)
-    if taken:
-        figures.append((taken.name, taken.span, taken.total, taken.memory))
-        lines[1] = f"best named schedule of {best.stages} stages: {taken.name}"
-        ours, theirs = (row[1:] for row in figures)
-        if all(a <= b * ALMOST for a, b in zip(theirs, ours, strict=True)):
-            lines[1] = (
-                f"no better than {taken.name}: use that\ntry: fpipe draw {taken.name} {given}"
-            )
-            below = ""
-    rows = [
-        (name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in figures
-    ]
-    lines += ["", *pictures.aligned([("", "span", "total", "memory"), *rows])]
-    return "\n".join([*lines, _MEANINGS.format(one), below])
+    named = _NONE.format(limit)
+    as_good = False
+    rows = [("solved", t.span, t.total, max(t.peak_bytes))]
+    if taken := comparison.take(entries, limit):
+        rows.append((taken.name, taken.span, taken.total, taken.memory))
+        _, *pairs = zip(*rows, strict=True)
+        as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
+        named = f"best named schedule of {best.stages} stages: {taken.name}"
+    if as_good:
+        named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
+    cells = [(name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in rows]
+    table = "\n".join(pictures.aligned([("", "span", "total", "memory"), *cells]))
+    found = fill(f"{found} (set by {best.bound.reason})", 80)
+    text = f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
+    if not as_good:
+        text += fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80)
+        text += f"\n\n{pictures.draw(t)}"
+    return text
 
 
 @click.command()
@@ -285,8 +284,7 @@ def solve(
     """
     p, m = options.counts(ranks, microbatches)
     price = options.parse_costs(costs)
-    count = stages or next(iter(price.counts), p if placement == "one" else 2 * p)
-    scaled = in_microbatches(price, per, p / count)
+    scaled = in_microbatches(price, per, p / stages_of(price, p, placement, stages))
     with options.as_usage_error():
         best = solve_schedule(
             scaled, p, m, placement, per=per, stages=stages, memory=memory, time_limit=seconds

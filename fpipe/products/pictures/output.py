@@ -226,10 +226,11 @@ def figure(timeline: Timelines, titled: bool = True) -> str:
     """A picture as wide as its cell, and another one for a cell of a phone, where all letters would
     be too small. The first one scrolls sideways where it is less than 600 pixels.
     """
+    whole = scenes(timeline)
     drawings: list[str] = []
     for kind, width in CELLS.items():
         look = Look(width=width, titled=titled)
-        drawing = svg.paint(shortened(scenes(timeline), look), look, inline=True)
+        drawing = svg.paint(shortened(whole, look), look, inline=True)
         drawings.append(f'<div class="fp-{kind}" style="overflow-x:auto">{drawing}</div>')
     return f'<div style="container-type:inline-size">{FITTING}{"".join(drawings)}</div>'
 

@@ -25,7 +25,7 @@ from .colours import THEME, palette
 from .html import page
 from .labels import size_text, wrapped
 from .plotting import figure_bytes, write
-from .scene import Look
+from .scene import BYTES, Look
 
 WIDTH, SHAPE = 768.0, 0.6  # pixels, of the height too, and height per width
 PAD = 0.12  # inches around the figure
@@ -121,7 +121,7 @@ def _draw(
 ) -> None:
     width = 96 * figure.get_figwidth()
     most = max(memory for _, memory, _, _ in points)
-    unit = size_text(most).split()[1] if most >= 4096 else "B"
+    unit = size_text(most).split()[1] if most >= BYTES else "B"
     scale = 1024.0 ** ["B", "KiB", "MiB", "GiB"].index(unit)
     names: defaultdict[tuple[bool, float, float], list[str]] = defaultdict(list)
     for name, memory, total, is_best in points:

@@ -35,6 +35,7 @@ SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
 #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
 SAME = 4
 ABSENT = 9
+BYTES = 4096  #: what ranks hold is in bytes from here on, or else in microbatches
 
 Points: TypeAlias = Sequence[tuple[float, float]]  #: (time, something)
 Timelines: TypeAlias = Timeline | Sequence[Timeline]
@@ -272,7 +273,7 @@ def _unit(timeline: Timeline) -> tuple[str, float]:
     """The unit of what ranks hold, and how much of the costs' memory it is: a microbatch is what
     all stages of a rank save of it, where each saves 1 or all together do.
     """
-    if max(timeline.peak_bytes) >= 4096:
+    if max(timeline.peak_bytes) >= BYTES:
         return "bytes", 1.0
     saved = {*timeline.memory.get("F", [1.0])}
     count = max(max(Counter(path).values()) for path in timeline.placement.paths)

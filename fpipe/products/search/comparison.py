@@ -18,6 +18,7 @@ from ...errors import ScheduleError
 from ...generators import orders_slices
 from ..pictures.labels import size_text
 from ..pictures.output import Cell
+from ..pictures.scene import BYTES
 from .problem import ALMOST
 
 
@@ -73,7 +74,7 @@ def compare(
                 reason = str(error).splitlines()[0]
                 left_out.append(reason if reason.startswith(name) else f"{name}: {reason}")
                 continue
-            held = max(len(schedule.placement.stages_of(rank)) for rank in range(ranks))
+            most = max(len(schedule.placement.stages_of(rank)) for rank in range(ranks))
             entries.append(
                 Entry(
                     name,
@@ -82,7 +83,7 @@ def compare(
                     total=t.total,
                     span=t.span,
                     memory=max(t.peak_bytes),
-                    weights=held * ranks / schedule.stages,
+                    weights=most * ranks / schedule.stages,
                     messages=t.messages,
                     volume=t.volume,
                 )
@@ -129,7 +130,7 @@ def held(memory: float) -> str:
     >>> held(1.5), held(1 << 20)
     ('1.5', '1.0 MiB')
     """
-    return size_text(memory) if memory >= 4096 else number(memory)
+    return size_text(memory) if memory >= BYTES else number(memory)
 
 
 def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:

@@ -117,17 +117,12 @@ def solve(
     >>> solve(Costs(F=[3, 1], I=[3, 1], W=[3, 1]), 4, 12, "replicated").placement
     Placement(0: [0], 1: [0], 2: [0], 3: [1])
     """
-    counts = as_costs(costs).counts
     if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
         raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
             raise ScheduleError(f"{what}={number!r} must be a whole number, 1 or more", rule=what)
-    if isinstance(placement, Placement):
-        count = placement.stages
-    else:
-        usual = ranks if placement in ("one", "replicated") else 2 * ranks
-        count = stages or next(iter(counts), usual)
+    count = stages_of(costs, ranks, placement, stages)
     limit = limits(memory, ranks, costs)
     costs = as_costs(costs, per, ranks / count)
     if placement == "replicated":
@@ -179,6 +174,14 @@ def _best(
                 raise
     assert best is not None, "one microbatch after another fits"
     return best[1]
+
+
+def stages_of(costs: Costs, ranks: int, placement: Kind | Placement, stages: int | None) -> int:
+    """How many stages a schedule for these arguments of ``solve`` has."""
+    if isinstance(placement, Placement):
+        return placement.stages
+    usual = ranks if placement in ("one", "replicated") else 2 * ranks
+    return stages or next(iter(as_costs(costs).counts), usual)
 
 
 def _paths(count: int, ranks: int, placement: Kind | Placement) -> list[tuple[int, ...]]:
