@@ -128,8 +128,8 @@ _PEERS = (
     '`compile="addmm"`. Bounds: ZBV at most 0.80 of the best peer\'s best schedule, every '
     "schedule at most 0.95 of torch's same one in time and memory, and at most 1.03 of its limit; "
     "the first step no later than torch's. It is later by tracing (0.5 s a rank) and by the import "
-    "of `torch._dynamo` (0.8 s), which torch needs while it traces. Scenarios of 512 tokens are "
-    "of one cycle, others of two. "
+    "of `torch._dynamo` (0.8 s), which torch needs while it traces. The first two scenarios "
+    "are of two cycles, others of one. "
     "megatron-core asks for CUDA: four of its names are patched. "
     "DeepSpeed builds an operator when it runs for the first time. JAX runs one program on all "
     "ranks, so each has the same number of blocks. A line in place of figures is a library's error."

@@ -245,20 +245,21 @@ def length(runs: Sequence[Run]) -> float:
     return max(run.events[-1].end for run in runs) - min(run.events[0].start for run in runs)
 
 
-def late(steps: Sequence[Sequence[Run]], simulated: float, in_turn: bool = False) -> str:
+def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float] = ()) -> str:
     """The rank for which the others wait most, as a sentence. Its own times are compared with those
     of the other ranks; others than that of programs count as far as the step is longer than
-    ``simulated``. Of ranks ``in_turn`` only programs count, in a step of the simulation.
+    ``simulated``. Of ranks in turn only the times count that they are ``busy`` in the simulation.
     """
     excess = defaultdict[tuple[int, str], list[float]](list)
     for runs in steps:
-        begins = [run.events[0].start for run in runs]
-        spent = [shares(run) | {"start": begin} for run, begin in zip(runs, begins, strict=True)]
+        spent = [shares(run) | {"start": run.events[0].start} for run in runs]
+        if busy:
+            spent = [dict.fromkeys(_OWN, time) for time in busy]
         for kind in _OWN:
             times = [one[kind] for one in spent]
             for rank, time in enumerate(times):
                 excess[rank, kind].append(time - median(times[:rank] + times[rank + 1 :]))
-    whole = simulated if in_turn else median_low(map(length, steps))
+    whole = simulated if busy else median_low(map(length, steps))
 
     def share(which: tuple[int, str]) -> float:
         """Of a step, in which the others wait."""

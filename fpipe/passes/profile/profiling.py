@@ -235,7 +235,8 @@ class Profile:
     def _verdict(self) -> Iterator[str]:
         """What to mend, in sentences."""
         if len(self._median) > 1 and all(run.events for run in self._last):
-            yield late(self._alike, self.simulated.total, self.in_turn)
+            would = self.simulated
+            yield late(self._alike, would.total, would.busy if self.in_turn else ())
 
     @property
     def _sentences(self) -> Iterator[str]:

@@ -275,8 +275,8 @@ def solve(
 
     The span is the longest time of a rank from its first action to its last: the time of a step
     where steps follow each other. The gap is how far it is above a bound that no schedule can be
-    below; without a gap the schedule is optimal. Ties are broken by the least total, then by the
-    least memory. Ctrl-C ends the search.
+    below; without a gap the schedule is optimal. Of those that it finds with one span, it takes the
+    least total, then the least memory. Ctrl-C ends the search.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv

@@ -49,7 +49,8 @@ def tokens_of(text: str) -> int:
 @option("--flops RATE", "Dense 16-bit operations a second of a GPU, such as 989T.", type=number_of)
 @option(
     "--only PATTERN",
-    "Only layouts with schedule=ZB*, tp=8, pp=16, zero=1, microbatch=1, recompute=none.",
+    "Only layouts with this, such as schedule=ZB*; also of tp, pp, zero, microbatch and recompute. "
+    "Given for several of them, all must match; of one, any.",
     multiple=True,
 )
 @option("--top N", "Layouts to print.", 5)
@@ -170,7 +171,7 @@ def _why(best: Prediction) -> Sequence[str]:
         parts["gradients that come later"] = -full.late
     memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     return (
-        f"speed: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble {best.bubble:.1%} "
+        f"the first layout: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble {best.bubble:.1%} "
         "(of the time without copies and optimizer)",
         f"time of a step: {time}",
         f"most after matrix products: {best.limit}; no layout takes less than {least:.4g} s, the "

@@ -49,7 +49,7 @@ def run(settings: Settings, source: str) -> int:
         f"{s.name or source}: {s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
-    beside = f"{s.simulate(per='rank').bubble:.0%} simulated"
+    beside = f"{s.simulate(per='rank').bubble:.0%} in theory"
     if cores() < s.ranks:
         beside += f": {s.ranks} processes share {counted(cores(), 'core')}"
     with screen(console, title, settings.steps, beside) as show:

@@ -210,7 +210,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        parts = [self.facts.title, fill(" ".join(self._about), 80), "", "What to change first"]
+        parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
         parts += [fill(line, 80, subsequent_indent="   ") for line in self._advice]
         for title, (head, rows) in self._tables.items():
             parts += ["", title, *aligned([head, *rows])]
@@ -223,7 +223,7 @@ class Explanation:
         total and the bubble.
         """
         body = [
-            f"<h2>{escape(self.facts.title)}</h2><p>{self._about[1]}</p>",
+            f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
             "<h3>What to change first</h3>",
             *(f"<p>{escape(line)}</p>" for line in self._advice),
             pictures.figure(self.timeline, titled=False),
@@ -233,17 +233,15 @@ class Explanation:
 
     # ---- its parts ----
     @property
-    def _about(self) -> tuple[str, str]:
-        """The time of a step and its bubble, and what times are."""
+    def _about(self) -> str:
         t = self.timeline
         unit, scale = readable(t.total, t.unit)
         total, span = (f"{number(scale * time)} {unit}".rstrip() for time in (t.total, t.span))
         return (
             f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
-            f"{span}, the longest time of a rank from its first start to its last end."
-            f"{' Idle time beyond the span is no bubble.' * (total != span)}",
-            "Times are "
-            f"{'the costs that were given' if self.facts.measured else 'estimates from shapes'}.",
+            f"{span}, the longest time of a rank from its first start to its last end. "
+            f"{'Idle time beyond the span is no bubble. ' * (total != span)}Times are "
+            f"{'the costs that were given' if self.facts.measured else 'estimates from shapes'}."
         )
 
     @property

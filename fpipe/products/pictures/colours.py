@@ -27,9 +27,9 @@ warmup        #d8dfe4  #2f3640
 tail          #b6bfcb  #525a66
 imbalance     #e0e794  #462715
 message       #f8dcfd  #830d8d
-other         #e4eec8  #58520a
-later         #b5367f  #e36aa9
-earlier       #00808a  #35b8c0
+other         #c2b7d7  #1d2d5b
+later         #b5367f  #ff8ec8
+earlier       #00808a  #4fe3ec
 same          #f7ecd0  #5b5132
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
@@ -67,12 +67,10 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     for op in KINDS:
         for shade in range(shades):
             colours[f"{op}{shade}"] = fill(op, shade, shades)
-        colours[f"{op}{shades}"] = colours["line"]  # of one that has no colour of its own
     same = colours["same"]
     for step in range(5):
-        share = (step + 1) / 5 if step else 0.0
-        colours[f"t{4 - step}"] = mix(same, colours["earlier"], share)
-        colours[f"t{4 + step}"] = mix(same, colours["later"], share)
+        colours[f"t{4 - step}"] = mix(same, colours["earlier"], step / 4)
+        colours[f"t{4 + step}"] = mix(same, colours["later"], step / 4)
     return colours | {"t9": colours["faint"]}
 
 

@@ -40,7 +40,7 @@ td{{border-top:1px solid var(--line)}}td,th{{padding:.25rem 0;vertical-align:top
 font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}td:last-child{{white-space:normal}}
 @media(max-width:600px){{body{{padding:.75rem}}table{{font-size:13px}}th{{white-space:normal}}
 td,th{{padding-right:.5em!important}}*+[style*=left]{{padding-left:.5em}}
-td:first-child{{letter-spacing:-.06em;white-space:normal;min-width:2em;overflow-wrap:anywhere}}}}
+td:first-child{{letter-spacing:-.06em;white-space:normal;min-width:2em}}}}
 p{{white-space:pre-line}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}
 @media(max-width:600px){{.wide{{display:none}}.narrow{{display:block}}}}</style>
 <body>{}</body></html>

@@ -113,7 +113,7 @@ def notes(scene: Scene) -> list[str]:
     """The lines about a scene: what the bubble is, by cause, and what the units are."""
     t = scene.timeline
     shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
-    shares["ranks that run for less time"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
+    shares["spans shorter than the longest"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
     lines = [units(scene)]
     if parts or t.total > t.span:
@@ -126,10 +126,10 @@ def notes(scene: Scene) -> list[str]:
 def _comparison(scene: Scene) -> str:
     """What the colours of a scene that is compared with another one are, and of that one."""
     was = scene.against or scene
-    backward = "; B is compared with W, and I and W with B" * (was.ops != scene.ops)
+    backward = "I and its W each with B" if "I" in scene.ops else "B with W"
     return (
         f"{was.name} is the reference and shows kinds of work. {scene.name} shows when an action "
-        f"ends, compared with the same layers there{backward}."
+        f"ends, compared with the same layers there{f', its {backward}' * (was.ops != scene.ops)}."
     )
 
 
@@ -170,9 +170,10 @@ def units(scene: Scene) -> str:
 
 
 def _range(values: Collection[float]) -> str:
-    least = number(min(values))
-    most = number(max(values))
-    return least if least == most else f"{least} to {most}"
+    least, most = min(values), max(values)
+    if number(least) == number(most):
+        return number(least)
+    return f"{number(float(f'{least:.3g}'))} to {number(float(f'{most:.3g}'))}"
 
 
 def hint(bar: Bar, scene: Scene) -> str:
@@ -224,7 +225,7 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         if first:
             yield (first,), kind.name
         elif any(op in scene.ops for scene in scenes):
-            yield (f"{op}{max(scene.shades for scene in scenes)}",), kind.name  # without a colour
+            yield (), f"{op}: {kind.name}"  # in colours of a comparison alone
         paler += others[:1]
     if paler:
         yield tuple(paler), PALER

@@ -31,7 +31,7 @@ CAUSES = {
     "other": "other, or not known",
 }
 #: unit, how many of it are a second, and the least total in seconds that is shown in it
-SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
+SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-4), ("us", 1e6, 0.0))
 #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
 SAME = 4
 ABSENT = 9
@@ -393,6 +393,4 @@ def tint(shift: float | None, most: float) -> int:
     if abs(shift) <= 1e-9 * most:
         return SAME
     step = min(int(4 * abs(shift) / most), 3) + 1
-    if shift > 0:
-        return SAME + step
-    return SAME - step
+    return SAME + (step if shift > 0 else -step)

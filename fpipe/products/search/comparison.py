@@ -7,6 +7,7 @@ on a rank has half of them, and memory is counted in whole shares too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
@@ -160,7 +161,8 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     }
     rows: list[list[object]] = [["schedule", *(f"{field} " for field in columns)]]
     for place, entry in enumerate(entries):
-        cells: list[object] = [entry.name]
+        broken = re.sub("(?<=[a-z])(?=[A-Z0-9])", "<wbr>", entry.name)  # where a line may end
+        cells: list[object] = [Cell(entry.name, broken)]
         for field, show in columns.items():
             value = values[field][place]
             mark = "*" if value == best.get(field) else " "

@@ -50,7 +50,7 @@ def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     assert seconds == sorted(seconds) and lines[6] == ""
     assert [line.partition(":")[0] for line in lines[7:12]] == [
         "tp",
-        "speed",
+        "the first layout",
         "time of a step",
         "most after matrix products",
         "memory",

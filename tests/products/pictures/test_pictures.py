@@ -505,8 +505,8 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
     assert one.idle == {"warmup": 2.5 / 20, "message": 1 / 20, "tail": 0.5 / 20}
     # the span is that of rank 0; rank 1 starts 1.5 later and ends 2.5 earlier
     assert labels.notes(one)[0] == (
-        "Bubble by cause: warm-up 12.5%, message on the way 5%, tail 2.5%, ranks that run for less "
-        "time 20%."
+        "Bubble by cause: warm-up 12.5%, message on the way 5%, tail 2.5%, spans shorter than the "
+        "longest 20%."
     )
 
 
@@ -608,7 +608,7 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     assert ">at the same time<" in text and ">In brackets: the change from 1F1B.<" in text
     assert ">1F1B is the reference and shows kinds of work. " in text
     shown = " ".join(re.findall(r">([^<>]*)</text>", text))
-    assert "compared with the same layers there; B is compared with W, and I and W with B." in shown
+    assert "compared with the same layers there, its I and its W each with B." in shown
     steps = re.findall(r">(?:up|([\d.]+)) to ([\d.]+) (earlier|later)<", text)
     shifts = re.findall(r"\d+[FIWB]\d: [\d.]+ to [^<]*; ([\d.]+) (earlier|later) than", text)
     for by, way in shifts:  # the legend has a step for every shift, and none without one

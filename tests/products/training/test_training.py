@@ -69,7 +69,8 @@ def test_the_text_is_shipped_and_batches_follow_from_the_step():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_screen_shows_what_is_reported(terminal: bool):
+def test_screen_shows_what_is_reported(terminal: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")  # a rank that ran in this process made it "dumb"
     file = io.StringIO()
     console = Console(file=file, width=90, force_terminal=terminal, color_system=None)
     timeline = fpipe.make_schedule("DualPipeV", 2, 4).simulate()
@@ -129,5 +130,5 @@ def test_on_two_processes(
     text = " ".join(capsys.readouterr().out.split())
     assert "2 processes, 4 stages" in text and "step 4" in text
     assert "Last step compared with one process: loss and gradients are identical" in text
-    assert re.search(r"bubble \d+% measured, 0% simulated: 2 processes share 1 core", text)
+    assert re.search(r"bubble \d+% measured, 0% in theory: 2 processes share 1 core", text)
     assert (out / "timeline.html").stat().st_size > 10_000

@@ -367,7 +367,7 @@ function legend() {
   for (const op of "FBIW") {
     if (!scenes.some((scene) => scene.ops.includes(op))) continue;
     if (!plain.some((scene) => scene.ops.includes(op))) {  // in the colours of a difference
-      swatch([[theme.line, theme.ink, op]], "", WORDS[op]);
+      items.push(element("span", `${op}: ${WORDS[op]}`));
       continue;
     }
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
@@ -376,6 +376,8 @@ function legend() {
     paler.push(...others.slice(0, 1));
   }
   if (paler.length) swatch(paler, "", "paler: other stages");
+  const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", "0: microbatch"][state.form];
+  if (name && !state.dense) items.push(element("span", scenes[0].slices > 1 ? "0.1: slice 1 of microbatch 0" : name));
   if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
