@@ -212,11 +212,9 @@ def test_of_ranks_in_turn_the_simulated_times_are_compared():
     """A rank that another program held up for 6 s was said to compute 6 s longer, in a simulated
     step of 4 s.
     """
-    held_up = tuple(ran(rank, 0, times) for rank, times in enumerate((1, 7, 1)))
-    assert re.match(
-        r"Rank 2 computes 1000 ms .* in every step. .*: 25% of a step of 4000 ms. ",
-        late([held_up], 4, (1, 1, 2)),
-    )
+    held_up = [ran(rank, 0, times) for rank, times in enumerate((1, 7, 1))]
+    words = r"Rank 2 computes 1000 ms .* in every step. .*: 25% of a step of 4000 ms. "
+    assert re.match(words, late([held_up], 4, (1, 1, 2)))
 
 
 # ---- a step on processes ----

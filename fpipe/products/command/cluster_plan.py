@@ -171,8 +171,8 @@ def _why(best: Prediction) -> Sequence[str]:
         parts["gradients that come later"] = -full.late
     memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     return (
-        f"the first layout: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble {best.bubble:.1%} "
-        "(of the time without copies and optimizer)",
+        f"the first layout: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble "
+        f"{best.bubble:.1%} (of the time without copies and optimizer)",
         f"time of a step: {time}",
         f"most after matrix products: {best.limit}; no layout takes less than {least:.4g} s, the "
         f"model's operations at {job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
