@@ -219,17 +219,16 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: what to change first and the step, then why. The picture has the
-        total and the bubble.
-        """
-        body = [
-            f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
-            "<h3>What to change first</h3>",
-            *(f"<p>{escape(line)}</p>" for line in self._advice),
-            pictures.figure(self.timeline, titled=False),
-            *(f"<h3>{title}</h3>{pictures.table(*table)}" for title, table in self._tables.items()),
-        ]
-        return "".join(body)
+        """What a notebook shows: what to change first and the step, then why."""
+        return "".join(
+            [
+                f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
+                "<h3>What to change first</h3>",
+                *(f"<p>{escape(line)}</p>" for line in self._advice),
+                pictures.figure(self.timeline, titled=False),
+                *(f"<h3>{t}</h3>{pictures.table(*rows)}" for t, rows in self._tables.items()),
+            ]
+        )
 
     # ---- its parts ----
     @property

@@ -161,8 +161,8 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     }
     rows: list[list[object]] = [["schedule", *(f"{field} " for field in columns)]]
     for place, entry in enumerate(entries):
-        broken = re.sub("(?<=[a-z])(?=[A-Z0-9])", "<wbr>", entry.name)  # where a line may end
-        cells: list[object] = [Cell(entry.name, broken)]
+        parted = re.sub("(?<=[a-z])(?=[A-Z0-9])", "<wbr>", entry.name)  # for narrow pages
+        cells: list[object] = [Cell(entry.name, parted)]
         for field, show in columns.items():
             value = values[field][place]
             mark = "*" if value == best.get(field) else " "
