@@ -138,8 +138,7 @@ def parse_csv(text: str, track: Track = iter) -> tuple[Row, ...]:
 
 def _slices(text: str) -> int:
     """The number of slices of a microbatch: the greatest that is named, and 1."""
-    numbers = re.findall("[.]([0-9]{1,6})", text)
-    return max(map(int, numbers), default=0) + 1
+    return max(map(int, re.findall("[.]([0-9]{1,6})", text)), default=0) + 1
 
 
 def _lines(text: str) -> list[str]:

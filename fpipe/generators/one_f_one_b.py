@@ -48,7 +48,8 @@ from .shapes import one_chunk_a_rank
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """One forward, one backward, after ``ranks - r`` forwards; memory for a microbatch a rank.
+    """One forward, one backward in turn, after a forward for each rank from this one to the last; a
+    rank holds at most as many microbatches.
 
     >>> print(make_one_f_one_b(2, 3, 2))
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
@@ -58,7 +59,7 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """1F1B after ``2 * (ranks - r) - 1`` forwards, which hide communication.
+    """1F1B after up to twice as many forwards, which hide communication.
 
     >>> print(make_eager_one_f_one_b(2, 4, 2))
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
@@ -79,7 +80,7 @@ def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int
 
 
 def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """1F1B whose forwards and backwards run as one, after ``2 * (ranks - r) - 1`` forwards.
+    """1F1B whose forwards and backwards run as one, after up to twice as many forwards.
 
     >>> print(make_overlapped_one_f_one_b(2, 4, 2))
     [0F0, 0F1, 0F2, (0F3;0B0)OVERLAP_F_B, 0B1, 0B2, 0B3]

@@ -103,8 +103,7 @@ def take(late: Late, m: int) -> Tree:
     """Microbatch ``m``, taken from the iterator if it was not taken before."""
     taken = late.taken
     while len(taken) <= m:
-        number = len(taken)
-        where = f"microbatch {number} of {late.count}"
+        where = f"microbatch {len(taken)} of {late.count}"
         try:
             taken.append(next(late.iterator))
         except StopIteration:

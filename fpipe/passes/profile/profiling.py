@@ -212,23 +212,21 @@ class Profile:
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
         price = self._price
         columns = {op: in_ms(*getattr(price, op)) for op in OPS if op in ran}
+        rows = zip(count(), *columns.values(), strict=False)
+        tables = {"Median times of actions by stage, in ms": [("stage", *columns), *rows]}
+        if self.in_turn:
+            return tables
         parts = [shares(run) for run in self._median]
         sums = {name: sum(part[name] for part in parts) for name in dict.fromkeys(chain(*parts))}
-        if self.in_turn:
-            sums.pop("waiting", None)  # for the turns of others
         whole = sum(sums.values())
         seen = {name: f"{sums[name] / whole:.1%}" for name in sums if sums[name] >= 5e-4 * whole}
         of_ranks = (in_ms(*(part[name] for part in parts)) for name in seen)
-        return {
-            "Median times of actions by stage, in ms": [
-                ("stage", *columns),
-                *zip(count(), *columns.values(), strict=False),
-            ],
+        return tables | {
             "What each rank spends its time on, in ms": [
                 ("rank", *seen),
                 *zip(count(), *of_ranks, strict=False),
                 ("%", *seen.values()),
-            ],
+            ]
         }
 
     @property

@@ -54,8 +54,7 @@ class _OnRank(Feature):
 
     def complete(self, plan: Plan) -> Plan:
         given = {one.name: getattr(plan, one.name) for one in fields(Plan)}
-        streams = 1 if plan.wired else STREAMS
-        lanes, alone = _lanes(plan, streams)
+        lanes, alone = _lanes(plan, 1 if plan.wired else STREAMS)
         nodes = nodes_of(plan, lanes, alone)
         instructions = tuple(_instructions(plan, lanes))
         keys = chain(plan.feeds, *(ins.writes for ins in plan.keyed), plan.results)

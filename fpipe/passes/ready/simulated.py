@@ -158,8 +158,7 @@ class _Run:
                 for fact in own:
                     if self.computed[fact] == inf:
                         time = inf
-                travel = part.travel * self.delay[last]
-                at = self.computed[last] + travel
+                at = self.computed[last] + part.travel * self.delay[last]
                 if at > time:
                     time = at
                     waited = last

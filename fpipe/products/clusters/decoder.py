@@ -204,8 +204,7 @@ class _Rank:
         by_head = by_head.transpose(1, 2)
         q, k, v = by_head.split([heads, kv_heads, kv_heads], 1)
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        y = attention(q, k, v, 0.0, True)[0]
-        return y.transpose(1, 2).flatten(2)
+        return attention(q, k, v, 0.0, True)[0].transpose(1, 2).flatten(2)
 
     def _dropout(self, x: Tensor) -> Tensor:
         if self.model.dropout:

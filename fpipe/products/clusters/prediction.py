@@ -350,8 +350,7 @@ def _copies(case: _Case) -> float:
     times = case.microbatches / layout.pp
     rounds = 2 * layout.per_rank * max(times, 1)
     work = sum(stage.seconds for stage in case.works) * times
-    not_hidden = max(rounds * gathered - work, 0.0)
-    return gathered + reduced + not_hidden
+    return gathered + reduced + max(rounds * gathered - work, 0.0)
 
 
 def _optimizer(case: _Case) -> float:

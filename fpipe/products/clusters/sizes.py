@@ -191,8 +191,7 @@ def operations(job: Job) -> float:
     model = job.model
     attention = 2 * job.sequence * model.queries
     layer = 2 * model.active_matrices + attention
-    head = 2 * model.vocabulary * model.hidden
-    return 3 * (model.layers * layer + head)
+    return 3 * (model.layers * layer + 2 * model.vocabulary * model.hidden)
 
 
 def state_bytes(layout: Layout, elements: float) -> float:
@@ -208,8 +207,7 @@ def state_bytes(layout: Layout, elements: float) -> float:
         copies = min(2 / layout.per_rank, 1.0)
     if parts > 1:
         copies += 1 / parts
-    parameters = PARAMETER * copies
-    nbytes = parameters + GRADIENT + OPTIMIZER / parts
+    nbytes = PARAMETER * copies + GRADIENT + OPTIMIZER / parts
     return elements / layout.tp * nbytes
 
 

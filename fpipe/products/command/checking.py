@@ -104,8 +104,8 @@ total: time of a step, from the first start to the last end of all ranks
 bubble: idle share, 1 - work / span; the span is the longest time of one rank
 memory: the fullest rank's peak{}
 * is the best of a column{}
-take: the least total; ties are broken by the fewest weights, the least memory,
-  then the least bubble"""
+the one to take has the least total; of equal ones the fewest weights, then the
+  least memory, then the least bubble"""
 
 
 def _one(price: Costs) -> str:
@@ -228,8 +228,12 @@ def _verdict(
 ) -> str:
     """Whether it is the best, beside the best named ones, and a picture unless one is as good."""
     t = best.timeline
-    gap = f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g}"
-    found = gap if best.gap else "optimal: yes, no schedule has a shorter span"
+    found = "optimal: yes, no schedule has a shorter span"
+    if best.gap:
+        found = (
+            f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g} "
+            f"(set by {best.bound.reason})"
+        )
     named = _NONE.format(limit)
     as_good = False
     rows = [("solved", t.span, t.total, max(t.peak_bytes))]
@@ -242,8 +246,7 @@ def _verdict(
         named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
     cells = [(name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in rows]
     table = "\n".join(pictures.aligned([("", "span", "total", "memory"), *cells]))
-    found = fill(f"{found} (set by {best.bound.reason})", 80)
-    text = f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
+    text = f"{fill(found, 80)}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
     if not as_good:
         text += fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80)
         text += f"\n\n{pictures.draw(t)}"
@@ -275,8 +278,8 @@ def solve(
 
     The span is the longest time of a rank from its first action to its last: the time of a step
     where steps follow each other. The gap is how far it is above a bound that no schedule can be
-    below; without a gap the schedule is optimal. Of those that it finds with one span, it takes the
-    least total, then the least memory. Ctrl-C ends the search.
+    below; without a gap the schedule is optimal. Of those that it finds with the same span, it
+    takes the least total, then the least memory. Ctrl-C ends the search.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
@@ -292,9 +295,9 @@ def solve(
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     once = [entry for entry in entries if entry.weights <= 1]
-    priced = f"--per {per} --costs {quote(costs or 'F=1')}"
-    given = f"-p {p} -m {m} --stages {best.stages} {priced}"
+    priced = f" --per {per} --costs {quote(costs)}" if costs else ""
+    given = f"-p {p} -m {m}{f' --stages {stages}' if stages else ''}{priced}"
     click.echo(_verdict(best, once, limits(memory, 1, price)[0], given, _one(price)), color=True)
     if out:
         best.to_csv(out)
-        click.echo(f"wrote {out}; try: fpipe draw {out} {priced}")
+        click.echo(f"wrote {out}; try: fpipe draw {out}{priced}")

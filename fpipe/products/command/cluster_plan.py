@@ -127,7 +127,9 @@ def _show(job: Job, result: Layouts) -> None:
     click.echo(f"\n{table(list(map(_row, result.best)), ' ')}\n")
     _say(
         "tp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
-        "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too"
+        "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; microbatches: how "
+        "many, x sequences of each; recompute: what a backward computes again, selective: norms "
+        "and activation functions, full: whole layers"
     )
     for line in _why(result.best[0]):
         _say(line)
@@ -168,7 +170,7 @@ def _why(best: Prediction) -> Sequence[str]:
         "temporary": full.moment,
     }
     if full.late / GIB >= 0.05:
-        parts["gradients that come later"] = -full.late
+        parts["without gradients that come later"] = -full.late
     memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     return (
         f"the first layout: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -28,14 +27,12 @@ from rich.progress import (
 from rich.text import Text
 
 from ... import launch, tree
-from ...actions import counted
+from ...actions import Timeline, counted
 from ...devices import cores
 from ..pictures import strip
 from .gpt import Params, cross_entropy
 from .rank import LastStep, Settings, Step, work
 from .single import one_process
-
-LANES = 10  #: of the panel, which fits 24 lines then
 
 
 def run(settings: Settings, source: str) -> int:
@@ -49,12 +46,12 @@ def run(settings: Settings, source: str) -> int:
         f"{s.name or source}: {s.ranks} processes, {s.stages} stages, {s.microbatches} microbatches"
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
-    beside = f"{s.simulate(per='rank').bubble:.0%} in theory"
+    planned = s.simulate(per="rank")
+    beside = f"{planned.bubble:.0%} in theory"
     if cores() < s.ranks:
         beside += f": {s.ranks} processes share {counted(cores(), 'core')}"
-    with screen(console, title, settings.steps, beside) as show:
-        parts = conduct(settings, show)
-        largest = largest_difference(settings, parts)
+    with screen(console, title, settings.steps, beside, planned) as show:
+        largest = largest_difference(settings, conduct(settings, show))
         differ = f"[bold red]differ by at most {largest:g}[/]"
         show(
             "Last step compared with one process: loss and gradients "
@@ -110,11 +107,11 @@ def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
 
 @contextmanager
 def screen(
-    console: Console, title: str, steps: int, beside: str
+    console: Console, title: str, steps: int, beside: str, planned: Timeline
 ) -> Iterator[Callable[[Step | str], None]]:
-    """Shows steps and lines while the block runs: a panel of progress, loss, speed, the last
-    measured timeline and the lines; or without a terminal the lines, and one for every tenth of
-    the steps. ``beside`` stands beside the measured bubble.
+    """Shows steps and lines while the block runs: a panel of progress, loss, speed, the plan and
+    the lines; or without a terminal the lines, and one for every tenth of the steps. ``beside``
+    stands beside the measured bubble.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -127,22 +124,21 @@ def screen(
     )
     task = bar.add_task("starting the ranks", total=steps)
 
-    panel = Panel(bar, title=f"[bold]fpipe train[/bold]  {title}")
-    drawn = Text()
+    above = Text()
+    drawn = Text.from_ansi(f"\n{strip(planned, console, console.width - 4)}")
     lines: list[Text] = []
+    panel = Panel(Group(bar, drawn), title=f"[bold]fpipe train[/bold]  {title}")
 
     def show(news: Step | str) -> None:
-        nonlocal drawn
+        nonlocal above
         if isinstance(news, str):
             lines.append(Text.from_markup(news))
             lines[-1].no_wrap = False
         else:
             bar.update(task, completed=news.number + 1, description=described(news))
             if news.timeline:
-                ran = replace(news.timeline, name="the step of median time")
-                picture = strip(ran, console, console.width - 4, LANES)
-                drawn = Text.from_ansi(f"\n{bubbles(news)} (blank: idle)\n{picture}")
-        panel.renderable = Group(bar, drawn, *lines)
+                above = Text(f"\n{bubbles(news)}")
+        panel.renderable = Group(bar, above, drawn, *lines)
 
     def bubbles(step: Step) -> str:
         return f"bubble {step.timeline.bubble:.0%} measured, {beside}" if step.timeline else ""
@@ -152,7 +148,7 @@ def screen(
             console.print(news)
         elif news.number + 1 == steps or news.number % max(steps // 10, 1) == 0:
             console.print(
-                f"step {news.number + 1:4d}   {described(news)}   {bubbles(news)}".rstrip()
+                f"step {news.number + 1:4d}   {described(news)}\n{bubbles(news)}".rstrip()
             )
 
     if console.is_terminal:

@@ -123,6 +123,5 @@ def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
 
 def _normal(seed: int, layer: int) -> Callable[..., Tensor]:
     """Normal random numbers of a layer, the same in every process."""
-    number = 1_000_003 * (seed + 1) + layer
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + layer)
     return lambda *shape: torch.randn(*shape, generator=generator) * 0.08

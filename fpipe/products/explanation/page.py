@@ -258,7 +258,7 @@ class Explanation:
             for e in facts.edges
         ]
         held = Cell("activations: blank 0, @ most", "activations over the step")
-        memory = "rank", held, "peak, at % of step", "with gradients, messages"
+        memory = "rank", held, "peak, at % of step", "all but parameters, batch"
         return {
             "What runs where": self._where,
             "Messages of a step": (edge, edges),

@@ -25,7 +25,7 @@ curve         #1f9d6b  #1f9d6b
 message-line  #3d4a59  #c3ccd6
 warmup        #d8dfe4  #2f3640
 tail          #b6bfcb  #525a66
-imbalance     #e0e794  #462715
+imbalance     #e0e794  #66661f
 message       #f8dcfd  #830d8d
 other         #c2b7d7  #1d2d5b
 later         #b5367f  #ff8ec8
@@ -112,8 +112,7 @@ def of_16(key: str) -> tuple[str, str]:
     ground = _OF_16.get(key[0], 6) + 8 * (shade % 2)
     if key[0] == "t":
         ground = int(_TINTS_OF_16[shade], 16)
-    letters = 15 if ground in (1, 4, 5) else 0
-    return f"color({letters})", f"color({ground})"
+    return f"color({15 if ground in (1, 4, 5) else 0})", f"color({ground})"
 
 
 def luminance(colour: str) -> float:

@@ -113,23 +113,26 @@ def notes(scene: Scene) -> list[str]:
     """The lines about a scene: what the bubble is, by cause, and what the units are."""
     t = scene.timeline
     shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
-    shares["spans shorter than the longest"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
+    shares["ranks that start later or end earlier"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
     parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
     lines = [units(scene)]
     if parts or t.total > t.span:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
-        lines[:0] = [f"In brackets: the change from {scene.against.name}.", _comparison(scene)]
+        lines.insert(0, _comparison(scene))
     return lines
 
 
 def _comparison(scene: Scene) -> str:
-    """What the colours of a scene that is compared with another one are, and of that one."""
+    """What brackets and colours of a scene that is compared with another one are."""
     was = scene.against or scene
-    backward = "I and its W each with B" if "I" in scene.ops else "B with W"
+    backward = (
+        "an I or a W there is that of its B" if "I" in scene.ops else "a B there is that of its W"
+    )
     return (
-        f"{was.name} is the reference and shows kinds of work. {scene.name} shows when an action "
-        f"ends, compared with the same layers there{f', its {backward}' * (was.ops != scene.ops)}."
+        f"In brackets: the change from {was.name}. In colours or marks: how much earlier or later "
+        f"an action ends than the same layers in {was.name}"
+        f"{f'; the end of {backward}' * (was.ops != scene.ops)}."
     )
 
 
@@ -155,18 +158,18 @@ def units(scene: Scene) -> str:
     """What the times are: their unit, and what a stage takes."""
     t = scene.timeline
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
-    stages = "the stage" if count == 1 else f"each of the {count} stages"
+    stages = "A rank's stage" if count == 1 else f"Each of a rank's {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
             times[bar.action.op].append(bar.end - bar.start)
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
-    text = f"Times in {t.unit or 'units of the costs'}"
+    text = f"in {t.unit or 'units of the costs'}"
     if not lengths:
-        return f"{text}."
+        return f"Times are {text}."
     if count > 1:
-        lengths += f", together {number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
-    return f"{text}: {stages} of a rank takes {lengths}."
+        lengths += f" (together {number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch)"
+    return f"{stages} takes {lengths}, {text}."
 
 
 def _range(values: Collection[float]) -> str:
@@ -225,7 +228,7 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         if first:
             yield (first,), kind.name
         elif any(op in scene.ops for scene in scenes):
-            yield (), f"{op}: {kind.name}"  # in colours of a comparison alone
+            yield (), f"{op} {kind.name}"  # in colours of a comparison alone
         paler += others[:1]
     if paler:
         yield tuple(paler), PALER

@@ -61,10 +61,9 @@ def draw(
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
     total 9, bubble 33.3%, peak 2 microbatches, by rank: 2, 1
-    Bubble by cause: warm-up 11.1%, tail 5.6%, ranks that run for
-      less time 16.7%.
-    Times in units of the costs: the stage of a rank takes F 1,
-      B 2.
+    Bubble by cause: warm-up 11.1%, tail 5.6%, ranks that start
+      later or end earlier 16.7%.
+    A rank's stage takes F 1, B 2, in units of the costs.
            0         2         4         6         8
     rank 0 0F0- 0F1- ..........0B0------ .....0B1------
     rank 1 .....1F0- 1B0------ 1F1- 1B1------ ..........
@@ -90,14 +89,9 @@ def _text(
     return terminal.paint(shortened(drawn, Look()), columns, colours)
 
 
-def strip(
-    timeline: Timeline,
-    console: Console,
-    width: int,
-    lanes: int,
-) -> str:
-    """A timeline on one axis, without notes, for a console of rich: at most so many lanes."""
-    return terminal.paint(scenes(timeline), width, colours_of(console), 0, lanes)
+def strip(timeline: Timeline, console: Console, width: int) -> str:
+    """A timeline on one axis, without notes, for a console of rich."""
+    return terminal.paint(scenes(timeline), width, colours_of(console), 0, brief=True)
 
 
 def plot(

@@ -138,9 +138,10 @@ class Scene:
         """Where a time is drawn."""
         return self.fold.place(time) if self.fold else time
 
-    def is_hidden(self, time: float) -> bool:
-        """Whether a time is not drawn."""
-        return bool(self.fold and self.fold.start < time < self.fold.end)
+    def is_hidden(self, *times: float) -> bool:
+        """Whether none of these times is drawn."""
+        fold = self.fold
+        return bool(fold and all(fold.start < time < fold.end for time in times))
 
     @property
     def microbatches(self) -> int:

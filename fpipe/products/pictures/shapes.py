@@ -184,7 +184,7 @@ def envelope(curve: Points, length: float) -> Points:
 def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
     for gap in lane.gaps:
         hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
-        if not (scene.is_hidden(gap.start) and scene.is_hidden(gap.end)):
+        if not scene.is_hidden(gap.start, gap.end):
             yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
     if fold := scene.fold:
         at = (fold.start + fold.end) / 2
@@ -192,7 +192,7 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         yield Rect(fold.start, fold.end, y, f.pitch, "faint")
         yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "faint", room)
     for bar in lane.bars:
-        if scene.is_hidden(bar.start) and scene.is_hidden(bar.end):
+        if scene.is_hidden(bar.start, bar.end):
             continue
         wide = (scene.place(bar.end) - scene.place(bar.start)) * f.scale
         height = f.lane / len(bar.kinds)

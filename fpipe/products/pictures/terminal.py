@@ -30,7 +30,7 @@ LINES = 50  #: of a picture of several panels, if not all of a long one is wante
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
-ENDS = "<{[(=)]}> "  # after a name of plain text, by tint
+ENDS = "<{[(=)]}> "  # of names of plain text, by tint
 MARKS = "- goes on", "& fused", ". idle"
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
@@ -56,16 +56,15 @@ def paint(
     width: int,
     colours: str = "",
     lines: float = LINES,
-    lanes: int = 0,
+    brief: bool = False,
 ) -> str:
     """The text of a picture ``width`` columns wide, plain or with a system of colours of rich.
 
-    It has several panels if they fill at most so many ``lines``. With ``lanes`` there are no more
-    of them in a panel, and no notes.
+    It has several panels if they fill at most so many ``lines``. A ``brief`` one has no notes.
     """
     width = max(width, 16)
     layout = _layout(scenes, width, colours, lines)
-    drawn = [_drawn(scene, layout)[: lanes or None] for scene in scenes]
+    drawn = [_drawn(scene, layout) for scene in scenes]
     last = ceil(max(scene.length for scene in scenes) * layout.scale - 1e-9)
     text: list[list[Cell]] = []
     for first in range(0, layout.panels * layout.columns, layout.columns):
@@ -74,7 +73,7 @@ def paint(
         text += [[], axis] if first else []
         for scene, rows in zip(scenes, drawn, strict=True):
             if first == 0:
-                notes = () if lanes else labels.notes(scene)
+                notes = () if brief else labels.notes(scene)
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
                 text.append(axis)
@@ -83,10 +82,9 @@ def paint(
             for rank, row in enumerate(rows):
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
                 text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
-            if len(rows) < len(scene.lanes):
-                text.append(_cells(f"and {len(scene.lanes) - len(rows)} more ranks"))
     marks = {char for rows in drawn for row in rows for char, _ in row}
-    text += [[], *_legend(scenes, layout, width, marks)]
+    legend = [*_legend(scenes, layout, width, marks)]
+    text = [*legend, [], *text] if scenes[-1].against else [*text, [], *legend]
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
 
@@ -111,10 +109,11 @@ def _layout(
     tall = sum(len(scene.lanes) + 2 for scene in scenes)
     shades = max(scene.shades for scene in scenes)
     unclear = not colours and shades > 1  # without stages
+    marked = not colours and scenes[-1].against is not None  # with one of ENDS
     for detail, budget in LAYOUTS:
         if unclear and shades > 2:
             detail = 3
-        need = max(map(len, labels.short_names(scenes, detail))) + 1
+        need = max(map(len, labels.short_names(scenes, detail))) + 1 + marked
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
@@ -161,7 +160,7 @@ def _drawn(scene: Scene, layout: _Layout) -> list[list[Cell]]:
         bars = tuple(
             bar._replace(start=scene.place(bar.start), end=scene.place(bar.end))
             for bar in lane.bars
-            if not (scene.is_hidden(bar.start) and scene.is_hidden(bar.end))
+            if not scene.is_hidden(bar.start, bar.end)
         )
         row = _row(lane._replace(bars=bars), layout)
         if fold := scene.fold:
@@ -192,8 +191,8 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             if not layout.colours:
                 if layout.detail < 3:
                     label = _by_chunk(label, bar.kinds[k])
-                last = ENDS[int(bar.colours[k][1:])] if bar.shift is not None else " "
-                end = last if k + 1 == count else "&"
+                label += ENDS[int(bar.colours[k][1:])].strip() if bar.shift is not None else ""
+                end = " " if k + 1 == count else "&"
             room = max(b - a - len(end), 1)
             fits = len(label) <= min(high, room) - low  # part of a number is another number
             text = (fill * low + label * fits).ljust(room, fill) + end

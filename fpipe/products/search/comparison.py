@@ -67,7 +67,7 @@ def compare(
     stages = stages or next(iter(costs.counts), None)
     with uncollected():
         for name in track(schedule_names() if names is None else names):
-            cut = slices if slices > 1 and orders_slices(name) else 1
+            cut = slices if orders_slices(name) else 1
             try:
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
                 t = schedule.simulate(in_microbatches(costs, per, ranks / schedule.stages), per=per)

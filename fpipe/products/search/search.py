@@ -22,7 +22,7 @@ from .bounds import Bound
 from .fill import Filled
 from .memory_limit import is_within
 from .problem import ALMOST, Problem
-from .starts import starts
+from .starts import named, starts
 
 #: span, total and the most that a rank holds: what is less, the first first, is better
 Figures: TypeAlias = tuple[float, float, float]
@@ -44,6 +44,9 @@ def search(
     """
     best: dict[tuple[int, ...], tuple[Problem, Filled]] = {}
     span = inf
+    for problem in problems:
+        for rows in () if problem.large else named(problem):  # which may need less memory than
+            yield from _schedules(problem, Filled(rows, inf), costs)  # with other places of Ws
     for place, (problem, bound) in enumerate(zip(problems, bounds, strict=True), 1):
         until = place / len(problems)
         for variant in _variants(problem, costs):

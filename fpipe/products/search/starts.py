@@ -149,7 +149,7 @@ def starts(problem: Problem, bound: float, late: Callable[[], bool]) -> Iterator
 
 def _rows(p: Problem) -> Iterator[Rows]:
     """In turn those of each kind, since time may suffice for a few and each is best somewhere."""
-    kinds = [_named(p), (dispatch(p, block(p, *steps)) for steps in _STEPS)]
+    kinds = [named(p), (dispatch(p, block(p, *steps)) for steps in _STEPS)]
     if p.path == tuple(s % p.ranks for s in range(p.stages)):
         kinds = [_warm_ups(p), *kinds]
     elif list(p.path) == sorted(p.path):
@@ -219,7 +219,7 @@ def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
     return counts
 
 
-def _named(problem: Problem) -> Iterator[Rows]:
+def named(problem: Problem) -> Iterator[Rows]:
     """Those of the named schedules that place stages as the problem does."""
     for name in dict.fromkeys((*_FIRST_NAMES, *schedule_names())):
         with suppress(ScheduleError):  # it needs other counts

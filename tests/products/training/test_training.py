@@ -74,7 +74,7 @@ def test_screen_shows_what_is_reported(terminal: bool, monkeypatch: pytest.Monke
     file = io.StringIO()
     console = Console(file=file, width=90, force_terminal=terminal, color_system=None)
     timeline = fpipe.make_schedule("DualPipeV", 2, 4).simulate()
-    with screen(console, "ZBV", 5, "0% simulated") as show:
+    with screen(console, "ZBV", 5, "0% in theory", timeline) as show:
         for number in range(5):
             show(Step(number, 4.0 - number, 200.0, timeline if number == 4 else None))
         show("the [bold]verdict[/]:" + 13 * " words")
@@ -82,14 +82,15 @@ def test_screen_shows_what_is_reported(terminal: bool, monkeypatch: pytest.Monke
     assert "ZBV" in shown and "loss 0.0000" in shown and "200 tokens/s" in shown
     if terminal:
         last = shown.rpartition("fpipe train")[2].splitlines()[:-1]
-        assert "5/5" in last[1] and "the step of median time: 2 ranks, 4 microbatches" in last[4]
-        assert "peak 2.5 microbatches" in last[5] and "weight gradient" in "".join(last)
+        assert "5/5" in last[1] and "8% measured, 0% in theory" in last[3]
+        assert "DualPipeV: 2 ranks, 4 microbatches" in last[5]
+        assert "peak 2.5 microbatches" in last[6] and "weight gradient" in "".join(last)
         assert [line[2:9] for line in last if "rank " in line[:8]] == ["rank 0 ", "rank 1 "]
         assert last[-1].startswith("╰") and "verdict: words words" in last[-3]
         assert last[-2].startswith("│ words") and len(last) < 24
         assert all(len(line) == 90 for line in last[1:])
     else:
-        assert shown.startswith("ZBV\nstep    1   loss 4.0000") and len(shown.splitlines()) == 7
+        assert shown.startswith("ZBV\nstep    1   loss 4.0000") and len(shown.splitlines()) == 8
 
 
 @pytest.mark.parametrize(

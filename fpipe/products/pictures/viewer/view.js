@@ -367,7 +367,7 @@ function legend() {
   for (const op of "FBIW") {
     if (!scenes.some((scene) => scene.ops.includes(op))) continue;
     if (!plain.some((scene) => scene.ops.includes(op))) {  // in the colours of a difference
-      items.push(element("span", `${op}: ${WORDS[op]}`));
+      items.push(element("span", `${op} ${WORDS[op]}`));
       continue;
     }
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
