@@ -91,7 +91,7 @@ KINDS: dict[str, Kind] = {
         needs=(("I", 0),),
         saved=0,
         kept=-1,
-        colours=("#82559d", "#8d7794"),
+        colours=("#82559d", "#a599ad"),
     ),
 }
 #: The letters of all kinds, in that order.

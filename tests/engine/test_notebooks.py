@@ -81,6 +81,6 @@ def test_a_profile_shows_its_last_step():
         assert "ms; simulated, ranks at once: " in shown
         assert "<svg" in shown
     assert len(texts(shown)) > 10
-    assert "<details" not in shown and ">rank</th>" in shown
+    assert "<details" not in shown and ">stage</th>" in shown
     assert "peak 2 microbatches" in " ".join(texts(shown))
     assert fpipe.profile()._repr_html_().startswith("<details>")

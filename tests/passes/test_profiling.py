@@ -278,7 +278,8 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert max(map(len, text.splitlines())) <= 80
     assert any(re.fullmatch(r" +%( +[\d.]+%)+", line) for line in text.splitlines())
     verdict, first, about, _, times, *_ = (part.replace("\n", " ") for part in text.split("\n\n"))
-    assert re.match(r"measured: \d+ ms, bubble [\d.]+%, whole step \d+ ms simulated: ", first)
+    figures = r"measured: \d+ ms, bubble [\d.]+%, whole step \d+ ms simulated: "
+    assert re.match(f"The median of 1 step: {figures}", first)
     assert first.endswith("% of the measured time")
     assert about.startswith("The measured time is from the start of the first action")
     assert "waiting: for messages that have not arrived" in times

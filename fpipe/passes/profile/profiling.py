@@ -201,7 +201,8 @@ class Profile:
         if not self.runs:
             return repr(self)
         lines = [fill(sentence, 80) for sentence in self._verdict]
-        lines += ["", self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
+        lines += ["", f"The median of {counted(len(self.runs), 'step')}:"]
+        lines += [self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
         for title, rows in self._tables.items():
             lines += ["", title, *product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])

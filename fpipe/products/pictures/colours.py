@@ -30,7 +30,7 @@ message       #f8dcfd  #830d8d
 other         #c2b7d7  #1d2d5b
 later         #b5367f  #ff8ec8
 earlier       #00808a  #4fe3ec
-same          #f7ecd0  #5b5132
+same          #f7ecd0  #5a4636
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 THEME = {name: (light, dark) for name, light, dark in _ROWS}

@@ -119,21 +119,8 @@ def notes(scene: Scene) -> list[str]:
     if parts or t.total > t.span:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
-        lines.insert(0, _comparison(scene))
+        lines.insert(0, f"In brackets: the change from {scene.against.name}.")
     return lines
-
-
-def _comparison(scene: Scene) -> str:
-    """What brackets and colours of a scene that is compared with another one are."""
-    was = scene.against or scene
-    backward = (
-        "an I or a W there is that of its B" if "I" in scene.ops else "a B there is that of its W"
-    )
-    return (
-        f"In brackets: the change from {was.name}. In colours or marks: how much earlier or later "
-        f"an action ends than the same layers in {was.name}"
-        f"{f'; the end of {backward}' * (was.ops != scene.ops)}."
-    )
 
 
 def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
@@ -227,8 +214,8 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         first, *others = sorted(key for key in used if key[0] == op) or [""]
         if first:
             yield (first,), kind.name
-        elif any(op in scene.ops for scene in scenes):
-            yield (), f"{op} {kind.name}"  # in colours of a comparison alone
+        elif merged and any(op in scene.ops for scene in scenes):
+            yield (), f"{op} {kind.name}"  # of a comparison alone
         paler += others[:1]
     if paler:
         yield tuple(paler), PALER
@@ -239,7 +226,9 @@ def tints(scenes: Scenes) -> Iterator[Entry]:
     last = scenes[-1]
     if not last.against:
         return
-    yield (), f"an action ends, compared with {last.against.name}:"
+    others = [f"{op} {KINDS[op].name}" for op in last.ops if op not in last.against.ops]
+    named = f" ({', '.join(others)})" if others else ""
+    yield (), f"an action{named} ends, compared with {last.against.name}:"
     for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
         tint = int(key[1:])
         step = abs(tint - SAME)

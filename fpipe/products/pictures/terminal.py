@@ -26,12 +26,19 @@ from .shapes import busy, shares
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
 #: short enough is drawn
 LAYOUTS = ((3, 0), (2, 0), (3, 24), (2, inf))
-LINES = 50  #: of a picture of several panels, if not all of a long one is wanted
+LINES = 60  #: of a picture of several panels, if not all of a long one is wanted
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
-ENDS = "<{[(=)]}> "  # of names of plain text, by tint
-MARKS = "- goes on", "& fused", ". idle"
+ENDS = ["<<", "<<", "<", "<", "=", ">", ">", ">>", ">>"]  # of names of plain text, by tint
+MARKS = (
+    "- goes on",
+    "& fused",
+    ". idle",
+    "< ends earlier, << by {0} or more",
+    "= ends at the same time",
+    "> ends later, >> by {0} or more",
+)
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
@@ -73,6 +80,7 @@ def paint(
         text += [[], axis] if first else []
         for scene, rows in zip(scenes, drawn, strict=True):
             if first == 0:
+                text += [[]][: len(text)]  # between scenes
                 notes = () if brief else labels.notes(scene)
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
@@ -83,8 +91,7 @@ def paint(
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
                 text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
     marks = {char for rows in drawn for row in rows for char, _ in row}
-    legend = [*_legend(scenes, layout, width, marks)]
-    text = [*legend, [], *text] if scenes[-1].against else [*text, [], *legend]
+    text += [[], *_legend(scenes, layout, width, marks)]
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
 
@@ -113,7 +120,7 @@ def _layout(
     for detail, budget in LAYOUTS:
         if unclear and shades > 2:
             detail = 3
-        need = max(map(len, labels.short_names(scenes, detail))) + 1 + marked
+        need = max(map(len, labels.short_names(scenes, detail))) + 1 + 2 * marked
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
@@ -191,7 +198,7 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             if not layout.colours:
                 if layout.detail < 3:
                     label = _by_chunk(label, bar.kinds[k])
-                label += ENDS[int(bar.colours[k][1:])].strip() if bar.shift is not None else ""
+                label += ENDS[int(bar.colours[k][1:])] if bar.shift is not None else ""
                 end = " " if k + 1 == count else "&"
             room = max(b - a - len(end), 1)
             fits = len(label) <= min(high, room) - low  # part of a number is another number
@@ -246,7 +253,7 @@ def _legend(
 ) -> Iterator[list[Cell]]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     entries = [*labels.kinds(scenes, not layout.colours)]
-    if layout.colours or layout.detail:
+    if layout.colours:
         entries += labels.tints(scenes)
     items: list[list[Cell]] = []
     for keys, text in entries:
@@ -254,18 +261,20 @@ def _legend(
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]
         if keys and not layout.colours:
-            op, shade = keys[0]
-            swatch = _cells(op if op in OPS else ENDS[int(shade)])
+            swatch = _cells(keys[0][0])
         items.append(swatch + _cells(f" {text}"[not keys :]))
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
             items.append(_cells(labels.SMALL))
-        items += [_cells(text) for text in MARKS if text[0] in marks]
+        half = labels.time(scenes[-1].reach / 2, scenes[-1])
+        items += [_cells(text.format(half)) for text in MARKS if text[0] in marks]
     if layout.detail == 3:
         items.append(_cells(labels.NAMES[2]))
     if not layout.detail:
         items.append(
-            _cells(f"a letter: what fills most of {labels.time(1 / layout.scale, scenes[0])}")
+            _cells(
+                f"a column is {labels.time(1 / layout.scale, scenes[0])}, a letter fills most of it"
+            )
         )
     line: list[Cell] = []
     for item in items:

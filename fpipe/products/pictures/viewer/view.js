@@ -366,10 +366,7 @@ function legend() {
   };
   for (const op of "FBIW") {
     if (!scenes.some((scene) => scene.ops.includes(op))) continue;
-    if (!plain.some((scene) => scene.ops.includes(op))) {  // in the colours of a difference
-      items.push(element("span", `${op} ${WORDS[op]}`));
-      continue;
-    }
+    if (!plain.some((scene) => scene.ops.includes(op))) continue;  // in the colours of a difference
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
     const [entry, ...others] = scene.keys.filter((one) => one.key[0] === op).map(paintOf).map(({colour, ink}) => [colour, ink, op]);
     swatch([entry], "", WORDS[op]);
