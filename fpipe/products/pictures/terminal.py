@@ -80,7 +80,7 @@ def paint(
         text += [[], axis] if first else []
         for scene, rows in zip(scenes, drawn, strict=True):
             if first == 0:
-                text += [[]][: len(text)]  # between scenes
+                text += [[]] * bool(text)  # between scenes
                 notes = () if brief else labels.notes(scene)
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))

@@ -622,8 +622,8 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     plain = pictures.draw(
         [timeline("ZBV"), timeline("1F1B")], width=80, color=False, look=Look(difference=True)
     )
-    assert re.search(r"[FB]\d<-", plain) and re.search(r"[FB]\d>>-", plain)
-    assert ">> by 11.5 or more" in plain
+    assert re.search(r"[FB]\d<-", plain) and re.search(r"[FB]\d<<-", plain)
+    assert "< ends earlier, << by 11.5 or more  = ends at the same time" in plain
 
 
 def test_stages_are_compared_by_their_layers_where_counts_differ():
