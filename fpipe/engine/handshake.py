@@ -58,8 +58,7 @@ def agree(group: Group, facts: Facts, schedule: object = "", more: Any = None) -
 
 def _compare(group: Group, facts: Facts, schedule: object) -> None:
     """Raise MismatchError where facts that are known to two ranks differ."""
-    gathered = group.gather_objects(dict(facts))
-    found = Difference.of(dict(enumerate(gathered)))
+    found = Difference.of(dict(enumerate(group.gather_objects(dict(facts)))))
     if found is not None:
         where = ""
         if found.fact == "schedule":

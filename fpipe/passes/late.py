@@ -490,8 +490,7 @@ def _failure(progress: Progress, groups: Sequence[Group]) -> BatchError:
     if progress.errors:
         cause = progress.errors[0].__cause__
         ranks = [one.global_rank(one.here[0]) for one in groups if len(one.here) < one.size]
-        where = f"rank {ranks[0]}, " if ranks else ""
-        text = f"{where}{progress.errors[0]}"
+        text = f"{f'rank {ranks[0]}, ' if ranks else ''}{progress.errors[0]}"
     for one in groups:
         text = next(filter(None, one.gather_objects(text)), None)
     error = BatchError(f"{text}. All ranks raise this, and can go on with their next call")

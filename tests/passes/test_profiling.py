@@ -276,7 +276,6 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert Costs.from_json(found["measured"].to_json()) == found["measured"]
     text = found["text"]
     assert max(map(len, text.splitlines())) <= 80
-    assert any(re.fullmatch(r" +%( +[\d.]+%)+", line) for line in text.splitlines())
     verdict, first, about, _, times, *_ = (part.replace("\n", " ") for part in text.split("\n\n"))
     figures = r"measured: \d+ ms, bubble [\d.]+%, whole step \d+ ms simulated: "
     assert re.match(f"The median of 1 step: {figures}", first)

@@ -50,8 +50,7 @@ programs: actions, and sums of gradients
 sending: handing messages to the backend
 waiting: for messages that have not arrived
 the rest: other instructions, such as reductions over copies
-between: no instruction, the loop of the runner
-%: share of the time of all ranks"""
+between: no instruction, the loop of the runner"""
 
 #: How a rank spends its own time, for which others may wait, and how that is said.
 _OWN = {

@@ -220,13 +220,12 @@ class Profile:
         parts = [shares(run) for run in self._median]
         sums = {name: sum(part[name] for part in parts) for name in dict.fromkeys(chain(*parts))}
         whole = sum(sums.values())
-        seen = {name: f"{sums[name] / whole:.1%}" for name in sums if sums[name] >= 5e-4 * whole}
+        seen = [name for name, time in sums.items() if time >= 5e-4 * whole]
         of_ranks = (in_ms(*(part[name] for part in parts)) for name in seen)
         return tables | {
             "What each rank spends its time on, in ms": [
                 ("rank", *seen),
                 *zip(count(), *of_ranks, strict=False),
-                ("%", *seen.values()),
             ]
         }
 

@@ -182,8 +182,7 @@ class _Rank:
         routed = b * s * model.active
         rows = -(-routed // model.experts)
         total = rows * model.experts
-        repeats = -(-total // (b * s))
-        inputs = y.reshape(-1, h).repeat(repeats, 1)[:total]
+        inputs = y.reshape(-1, h).repeat(-(-total // (b * s)), 1)[:total]
         products = torch.bmm(inputs.view(model.experts, rows, h), p["up"])
         results = self._activate_and_multiply(products, p["down"])
         results = results.flatten(0, 1)[:routed]

@@ -135,8 +135,8 @@ def predict(job: Job, layout: Layout) -> Prediction:
     """
     layout.check(job)
     case = _Case(job, layout)
-    without_zero = _Case(job, replace(layout, zero=0))  # which has the same simulation
-    seconds, busy, *by_rank = _simulated(without_zero)
+    # without ZeRO the simulation is the same
+    seconds, busy, *by_rank = _simulated(_Case(job, replace(layout, zero=0)))
     held = zip(by_rank[: layout.pp], by_rank[layout.pp :], strict=True)
     memory = tuple(_memory(case, rank, *nbytes) for rank, nbytes in enumerate(held))
     parts = _parts(case, seconds)

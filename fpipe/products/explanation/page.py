@@ -235,12 +235,12 @@ class Explanation:
     def _about(self) -> str:
         t = self.timeline
         unit, scale = readable(t.total, t.unit)
-        total, span = (f"{number(scale * time)} {unit}".rstrip() for time in (t.total, t.span))
+        total = f"{number(scale * t.total)} {unit}".rstrip()
         return (
-            f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))} of the span of "
-            f"{span}, the longest time of a rank from its first start to its last end. "
-            f"{'Idle time beyond the span is no bubble. ' * (total != span)}Times are "
-            f"{'the costs that were given' if self.facts.measured else 'estimates from shapes'}."
+            f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))}: ranks are idle "
+            "for that share of the span, the longest time from the first start of a rank to its "
+            "last end. "
+            f"Times are {'given costs' if self.facts.measured else 'estimates from shapes'}."
         )
 
     @property

@@ -27,7 +27,7 @@ warmup        #d8dfe4  #2f3640
 tail          #b6bfcb  #525a66
 imbalance     #e0e794  #66661f
 message       #f8dcfd  #830d8d
-other         #c2b7d7  #1d2d5b
+other         #d2b48c  #4a2c1c
 later         #b5367f  #ff8ec8
 earlier       #00808a  #4fe3ec
 same          #f7ecd0  #5a4636

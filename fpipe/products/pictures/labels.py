@@ -119,7 +119,10 @@ def notes(scene: Scene) -> list[str]:
     if parts or t.total > t.span:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
-        lines.insert(0, f"In brackets: the change from {scene.against.name}.")
+        other = scene.against
+        pair = "I and W are compared with B" if "I" in scene.ops else "B is compared with W"
+        more = f" {pair} of the same layers." * (scene.ops != other.ops)
+        lines.insert(0, f"In brackets: the change from {other.name}.{more}")
     return lines
 
 
@@ -155,7 +158,10 @@ def units(scene: Scene) -> str:
     if not lengths:
         return f"Times are {text}."
     if count > 1:
-        lengths += f" (together {number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch)"
+        lengths += (
+            "; together they take "
+            f"{number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
+        )
     return f"{stages} takes {lengths}, {text}."
 
 
@@ -214,8 +220,8 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         first, *others = sorted(key for key in used if key[0] == op) or [""]
         if first:
             yield (first,), kind.name
-        elif merged and any(op in scene.ops for scene in scenes):
-            yield (), f"{op} {kind.name}"  # of a comparison alone
+        elif any(op in scene.ops for scene in scenes):
+            yield ("t1", "t4", "t7")[3 * merged :], f"{op} {kind.name}"  # of a comparison alone
         paler += others[:1]
     if paler:
         yield tuple(paler), PALER
@@ -226,9 +232,7 @@ def tints(scenes: Scenes) -> Iterator[Entry]:
     last = scenes[-1]
     if not last.against:
         return
-    others = [f"{op} {KINDS[op].name}" for op in last.ops if op not in last.against.ops]
-    named = f" ({', '.join(others)})" if others else ""
-    yield (), f"an action{named} ends, compared with {last.against.name}:"
+    yield (), f"the end of an action, against {last.against.name}:"
     for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
         tint = int(key[1:])
         step = abs(tint - SAME)

@@ -31,14 +31,14 @@ _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
 ENDS = ["<<", "<<", "<", "<", "=", ">", ">", ">>", ">>"]  # of names of plain text, by tint
-MARKS = (
-    "- goes on",
-    "& fused",
-    ". idle",
-    "< ends earlier, << by {0} or more",
-    "= ends at the same time",
-    "> ends later, >> by {0} or more",
-)
+#: of the legend of plain text, where a lane has their first character
+MARKS = """\
+- goes on
+& fused
+. idle
+< ends earlier, << by {0} or more
+= ends at the same time
+> ends later, >> by {0} or more"""
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
@@ -227,18 +227,21 @@ def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
     takes a third of the time gets a third of the columns, and short ones appear too.
     """
     owed: defaultdict[str, float] = defaultdict(float)
+    actions = [*busy(lane, painted=bool(layout.colours))]
+    begins = {int(start * layout.scale + 1e-6) for start, _, _ in actions}
     edges = [column / layout.scale for column in range(layout.columns * layout.panels + 1)]
     cells: list[Cell] = []
     before = ""
-    for column in shares(busy(lane, painted=bool(layout.colours)), edges):
+    for at, column in enumerate(shares(actions, edges)):
         column[""] = 1 - sum(column.values())
         for key, share in column.items():
             owed[key] += share
         key = max((key for key in column if column[key] > 0), key=owed.__getitem__, default="")
         owed[key] -= 1
         letter = _by_chunk(key[0], key) if key else "."
-        if layout.colours:  # once for each run of a colour
-            letter = key[0] if key != before and key.startswith(tuple(OPS)) else " "
+        if layout.colours:  # where an action begins
+            is_named = key.startswith(tuple(OPS)) and (at in begins or key != before)
+            letter = key[0] if is_named else " "
         before = key
         cells.append((letter, key))
     return cells
@@ -266,8 +269,8 @@ def _legend(
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
             items.append(_cells(labels.SMALL))
-        half = labels.time(scenes[-1].reach / 2, scenes[-1])
-        items += [_cells(text.format(half)) for text in MARKS if text[0] in marks]
+        explained = MARKS.format(labels.time(scenes[-1].reach / 2, scenes[-1])).splitlines()
+        items += [_cells(text) for text in explained if text[0] in marks]
     if layout.detail == 3:
         items.append(_cells(labels.NAMES[2]))
     if not layout.detail:

@@ -66,8 +66,8 @@ def anneal(
 
 def first_ends(problem: Problem, rows: Rows) -> list[float] | None:
     """When each action ends; None where the rows block each other."""
-    nothing = [0.0] * (len(problem.length) + 1)  # the last is that of -1, which nothing waits for
-    return ends(problem, rows, rows, nothing, 0.0)
+    # the last of the zeros is that of -1, which nothing waits for
+    return ends(problem, rows, rows, [0.0] * (len(problem.length) + 1), 0.0)
 
 
 def ends(

@@ -98,10 +98,10 @@ def test_idle_time_and_its_causes():
     first, _ = rows(page, "Bubble by rank")
     assert first.endswith("33.3%  waits for the gradient of stage 1 on rank 1")
     assert "of the span" in str(page).partition("\nBubble by rank\n")[2].splitlines()[0]
-    head = " ".join(str(page).splitlines()[1:4])
+    head = " ".join(str(page).splitlines()[1:4]).rstrip()
     assert head == (
-        "A step takes 9. The bubble is 33.3% of the span of 9, the longest time of a rank from its "
-        "first start to its last end. Times are the costs that were given. "
+        "A step takes 9. The bubble is 33.3%: ranks are idle for that share of the span, the "
+        "longest time from the first start of a rank to its last end. Times are given costs."
     )
 
 
