@@ -240,8 +240,8 @@ def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
         owed[key] -= 1
         letter = _by_chunk(key[0], key) if key else "."
         if layout.colours:  # where an action begins
-            is_named = key.startswith(tuple(OPS)) and (at in begins or key != before)
-            letter = key[0] if is_named else " "
+            is_new = at in begins or key != before
+            letter = key[0] if key.startswith(tuple(OPS)) and is_new else " "
         before = key
         cells.append((letter, key))
     return cells

@@ -378,7 +378,7 @@ function legend() {
     paler.push(...others.slice(0, 1));
   }
   if (paler.length) swatch(paler, "", "paler: other stages");
-  const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", "0: microbatch"][state.form];
+  const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", plain.length < scenes.length ? "F0: F of microbatch 0" : "0: microbatch"][state.form];
   if (name && !state.dense) items.push(element("span", scenes[0].slices > 1 ? "0.1: slice 1 of microbatch 0" : name));
   if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   if (state.dense) items.push(element("span", "height: share of the time"));
