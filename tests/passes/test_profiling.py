@@ -507,7 +507,7 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
     assert head.split() == ["stage", *kinds.split()]
     assert "\n\nOne process ran the ranks in turn" in str(step)
     assert ("\n-: none" in str(step)) == (name == "ZBH1"), "stage 0 has no I"
-    assert repr(step).startswith("Profile(1 step, the median one: measured, ranks in turn: ")
+    assert repr(step).startswith("Profile(The median of 1 step: measured, ranks in turn: ")
 
 
 def test_a_profile_shows_what_preparation_took():

@@ -94,8 +94,7 @@ class Profile:
         pictures = product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
-        median_of = f"The median of {counted(len(self.runs), 'step')}: {self._headline}"
-        about = *self._verdict, median_of, ABOUT[self.in_turn]
+        about = *self._verdict, self._headline, ABOUT[self.in_turn]
         body = [*(f"<p>{line}</p>" for line in about), pictures.figure(self._drawn)]
         for title, rows in self._tables.items():
             table = pictures.table(rows[0], rows[1:])
@@ -105,15 +104,16 @@ class Profile:
 
     @property
     def _headline(self) -> str:
+        steps = f"The median of {counted(len(self.runs), 'step')}"
         real, would = self.timeline, self.simulated
         whole, took, at_once = in_ms(length(self._median), real.total, would.total)
         if self.in_turn:
             return (
-                f"measured, ranks in turn: {took} ms; simulated, ranks at once: {at_once} ms, "
-                f"bubble {would.bubble:.1%}"
+                f"{steps}: measured, ranks in turn: {took} ms; "
+                f"simulated, ranks at once: {at_once} ms, bubble {would.bubble:.1%}"
             )
         return (
-            f"measured: {took} ms, bubble {real.bubble:.1%}, whole step {whole} ms; "
+            f"{steps}: measured: {took} ms, bubble {real.bubble:.1%}, whole step {whole} ms; "
             f"simulated: {at_once} ms, {would.total / real.total:.1%} of the measured time"
         )
 
@@ -192,17 +192,13 @@ class Profile:
         return product("pictures").draw(self._drawn, width=width, color=color)
 
     def __repr__(self) -> str:
-        done = "no step yet"
-        if self.runs:
-            done = f"{counted(len(self.runs), 'step')}, the median one: {self._headline}"
-        return f"Profile({self._called(done)})"
+        return f"Profile({self._called(self._headline if self.runs else 'no step yet')})"
 
     def __str__(self) -> str:
         if not self.runs:
             return repr(self)
         lines = [fill(sentence, 80) for sentence in self._verdict]
-        lines += ["", f"The median of {counted(len(self.runs), 'step')}:"]
-        lines += [self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
+        lines += ["", self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
         for title, rows in self._tables.items():
             lines += ["", title, *product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])

@@ -47,9 +47,9 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    beside = f"{planned.bubble:.0%} in theory"
+    beside = f"{planned.bubble:.0%} simulated"
     if cores() < s.ranks:
-        beside += f": {s.ranks} processes share {counted(cores(), 'core')}"
+        beside += f"; {s.ranks} processes on {counted(cores(), 'core')} wait for cores"
     with screen(console, title, settings.steps, beside, planned) as show:
         largest = largest_difference(settings, conduct(settings, show))
         differ = f"[bold red]differ by at most {largest:g}[/]"

@@ -140,7 +140,6 @@ def _edges(plan: Any) -> list[Edge]:
 
 
 COLUMNS = 28  #: of a curve of memory in text
-_CAUSE = Cell("cause", "cause; the picture has the mean of all ranks, in groups such as warm-up")
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
@@ -263,7 +262,7 @@ class Explanation:
             "What runs where": self._where,
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
-            "Bubble by rank": (("rank", "of the span", _CAUSE), list(self._idle())),
+            "Bubble by rank": (("rank", "of the span", "cause"), list(self._idle())),
         }
 
     @property

@@ -120,7 +120,11 @@ def notes(scene: Scene) -> list[str]:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
         other = scene.against
-        pair = "I and W are compared with B" if "I" in scene.ops else "B is compared with W"
+        pair = (
+            "I and W (parts of a backward) are compared with B"
+            if "I" in scene.ops
+            else "B (backward) is compared with W"
+        )
         more = f" {pair} of the same layers." * (scene.ops != other.ops)
         lines.insert(0, f"In brackets: the change from {other.name}.{more}")
     return lines
@@ -220,8 +224,8 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         first, *others = sorted(key for key in used if key[0] == op) or [""]
         if first:
             yield (first,), kind.name
-        elif any(op in scene.ops for scene in scenes):
-            yield ("t1", "t4", "t7")[3 * merged :], f"{op} {kind.name}"  # of a comparison alone
+        elif merged and any(op in scene.ops for scene in scenes):
+            yield (), f"{op} {kind.name}"  # of a comparison alone
         paler += others[:1]
     if paler:
         yield tuple(paler), PALER
@@ -232,7 +236,7 @@ def tints(scenes: Scenes) -> Iterator[Entry]:
     last = scenes[-1]
     if not last.against:
         return
-    yield (), f"the end of an action, against {last.against.name}:"
+    yield (), f"{last.name}: when an action ends, against {last.against.name}:"
     for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
         tint = int(key[1:])
         step = abs(tint - SAME)
@@ -246,6 +250,8 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     """The legend of a picture; in a ``dense`` one shares of time are drawn instead of
     actions. ``detail`` is that of the names in bars, 0 if there are none.
     """
+    if scenes[-1].against:
+        yield (), f"{scenes[0].name}:"
     yield from kinds(scenes, dense)
     if detail and not dense:
         sliced = scenes[0].timeline.slices > 1

@@ -30,15 +30,15 @@ LINES = 60  #: of a picture of several panels, if not all of a long one is wante
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
-ENDS = ["<<", "<<", "<", "<", "=", ">", ">", ">>", ">>"]  # of names of plain text, by tint
+ENDS = "<<<<=>>>> "  # below the actions of plain text, by tint
 #: of the legend of plain text, where a lane has their first character
 MARKS = """\
 - goes on
 & fused
 . idle
-< ends earlier, << by {0} or more
+< ends earlier
 = ends at the same time
-> ends later, >> by {0} or more"""
+> ends later""".splitlines()
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
@@ -87,10 +87,12 @@ def paint(
                 text.append(axis)
             elif len(scenes) > 1:
                 text.append(_cells(scene.name[:width]))
-            for rank, row in enumerate(rows):
+            for rank, lane in enumerate(rows):
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
-                text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
-    marks = {char for rows in drawn for row in rows for char, _ in row}
+                for row in lane:
+                    text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
+                    label = ""
+    marks = {char for rows in drawn for lane in rows for row in lane for char, _ in row}
     text += [[], *_legend(scenes, layout, width, marks)]
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
@@ -116,11 +118,11 @@ def _layout(
     tall = sum(len(scene.lanes) + 2 for scene in scenes)
     shades = max(scene.shades for scene in scenes)
     unclear = not colours and shades > 1  # without stages
-    marked = not colours and scenes[-1].against is not None  # with one of ENDS
-    for detail, budget in LAYOUTS:
+    marked = not colours and scenes[-1].against  # with ENDS
+    for detail, budget in () if marked else LAYOUTS:
         if unclear and shades > 2:
             detail = 3
-        need = max(map(len, labels.short_names(scenes, detail))) + 1 + 2 * marked
+        need = max(map(len, labels.short_names(scenes, detail))) + 1
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
@@ -160,29 +162,32 @@ def _axis(
 
 
 # ---- one lane ----
-def _drawn(scene: Scene, layout: _Layout) -> list[list[Cell]]:
-    """The cells of all lanes."""
-    rows: list[list[Cell]] = []
+def _drawn(scene: Scene, layout: _Layout) -> list[list[list[Cell]]]:
+    """The lines of all lanes: cells, and below those of compared plain text when they end."""
+    marked = scene.against is not None and not layout.colours
+    lanes: list[list[list[Cell]]] = []
     for lane in scene.lanes:
         bars = tuple(
             bar._replace(start=scene.place(bar.start), end=scene.place(bar.end))
             for bar in lane.bars
             if not scene.is_hidden(bar.start, bar.end)
         )
-        row = _row(lane._replace(bars=bars), layout)
+        shown = lane._replace(bars=bars)
+        rows = [_row(shown, layout), *[_overview(shown, layout, True)] * marked]
         if fold := scene.fold:
             near, far = (round, round) if layout.detail else (floor, ceil)
             start = near(fold.start * layout.scale)
             wide = max(far((fold.start + fold.gap) * layout.scale) - start, 1)
-            row[start : start + wide] = _cells(FOLDED * wide)
-        rows.append(row)
-    return rows
+            for row in rows:
+                row[start : start + wide] = _cells(FOLDED * wide)
+        lanes.append(rows)
+    return lanes
 
 
 def _row(lane: Lane, layout: _Layout) -> list[Cell]:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
-        return _overview(lane, layout)
+        return _overview(lane, layout, bool(layout.colours))
     mark, fill, idle = "▏  " if layout.colours else ("", *"-.")
     row = _cells(idle * (layout.columns * layout.panels))
     for bar in lane.bars:
@@ -198,7 +203,6 @@ def _row(lane: Lane, layout: _Layout) -> list[Cell]:
             if not layout.colours:
                 if layout.detail < 3:
                     label = _by_chunk(label, bar.kinds[k])
-                label += ENDS[int(bar.colours[k][1:])] if bar.shift is not None else ""
                 end = " " if k + 1 == count else "&"
             room = max(b - a - len(end), 1)
             fits = len(label) <= min(high, room) - low  # part of a number is another number
@@ -222,12 +226,12 @@ def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
     return cut - a, b - a
 
 
-def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
+def _overview(lane: Lane, layout: _Layout, painted: bool) -> list[Cell]:
     """For each column the kind of work with most time not yet shown, or idle time. So an op that
     takes a third of the time gets a third of the columns, and short ones appear too.
     """
     owed: defaultdict[str, float] = defaultdict(float)
-    actions = [*busy(lane, painted=bool(layout.colours))]
+    actions = [*busy(lane, painted)]
     begins = {int(start * layout.scale + 1e-6) for start, _, _ in actions}
     edges = [column / layout.scale for column in range(layout.columns * layout.panels + 1)]
     cells: list[Cell] = []
@@ -238,7 +242,9 @@ def _overview(lane: Lane, layout: _Layout) -> list[Cell]:
             owed[key] += share
         key = max((key for key in column if column[key] > 0), key=owed.__getitem__, default="")
         owed[key] -= 1
-        letter = _by_chunk(key[0], key) if key else "."
+        letter = _by_chunk(key[0], key) if key else " " if painted else "."
+        if key[:1] == "t":
+            letter = ENDS[int(key[1:])]
         if layout.colours:  # where an action begins
             is_new = at in begins or key != before
             letter = key[0] if key.startswith(tuple(OPS)) and is_new else " "
@@ -269,14 +275,14 @@ def _legend(
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
             items.append(_cells(labels.SMALL))
-        explained = MARKS.format(labels.time(scenes[-1].reach / 2, scenes[-1])).splitlines()
-        items += [_cells(text) for text in explained if text[0] in marks]
+        items += [_cells(text) for text in MARKS if text[0] in marks]
     if layout.detail == 3:
         items.append(_cells(labels.NAMES[2]))
     if not layout.detail:
         items.append(
             _cells(
-                f"a column is {labels.time(1 / layout.scale, scenes[0])}, a letter fills most of it"
+                f"a column: {labels.time(1 / layout.scale, scenes[0])}; "
+                "its letter: what fills most of it"
             )
         )
     line: list[Cell] = []

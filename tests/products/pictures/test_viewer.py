@@ -413,8 +413,8 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     legend, figures = page.inner_text("#legend"), page.inner_text("#figures")
     page.close()
     for meaning in (
-        "I input gradient",
-        "the end of an action, against 1F1B:",
+        "1F1B:",
+        "ZBH1: when an action ends, against 1F1B:",
         "5.25 to 7 earlier",
         "at the same time",
     ):

@@ -364,14 +364,10 @@ function legend() {
     span.append(box, element("span", word));
     items.push(span);
   };
+  if (plain.length < scenes.length) items.push(element("span", `${plain[0].label}:`));
   for (const op of "FBIW") {
     if (!scenes.some((scene) => scene.ops.includes(op))) continue;
-    if (!plain.some((scene) => scene.ops.includes(op))) {  // in the colours of a difference
-      const shown = scenes.find((one) => one.tints?.length).keys, last = shown.length - 1;
-      const some = [...new Set([0, last >> 1, last])].map((k) => [paintOf(shown[k]).colour, "", ""]);
-      swatch(some, "", `${op} ${WORDS[op]}`);
-      continue;
-    }
+    if (!plain.some((scene) => scene.ops.includes(op))) continue;  // in the colours of a difference
     const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
     const [entry, ...others] = scene.keys.filter((one) => one.key[0] === op).map(paintOf).map(({colour, ink}) => [colour, ink, op]);
     swatch([entry], "", WORDS[op]);
