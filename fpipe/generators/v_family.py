@@ -82,7 +82,7 @@ def v_half(p: int) -> Block:
 
 
 def make_v_min(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Zero bubble on a V within about a third of the memory of 1F1B, at more idle time than V-Half.
+    """Zero bubble on a V within about a third of the memory of 1F1B, at more idle time than VHalf.
 
     >>> print(make_v_min(1, 2, 2))
     [0F0, 1F0, 1I0, 0I0, 1W0, 0F1, 0W0, 1F1, 1I1, 0I1, 1W1, 0W1]

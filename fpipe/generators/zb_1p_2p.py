@@ -23,7 +23,7 @@ from .shapes import one_chunk_a_rank
 
 
 def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-1p: time and memory as ZB-H1; weight gradients where a rank would wait.
+    """Time and memory as ZBH1; weight gradients where a rank would wait.
 
     >>> make_zb_1p(4, 8, 4).simulate().span
     27.0
@@ -32,7 +32,7 @@ def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-2p: twice the memory of 1F1B; no idle time of a rank with enough microbatches, and weight
+    """Twice the memory of 1F1B; no idle time of a rank with enough microbatches, and weight
     gradients where it would wait.
 
     >>> make_zb_2p(4, 8, 4).simulate().span

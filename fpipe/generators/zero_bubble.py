@@ -28,7 +28,7 @@ from .shapes import one_chunk_a_rank
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-H1: the memory of 1F1B and about a third of its idle time; weight gradients a fixed
+    """The memory of 1F1B and about a third of its idle time; weight gradients a fixed
     number of microbatches late.
 
     >>> print(make_zb_h1(2, 3, 2))
@@ -39,7 +39,7 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-H2: just under twice the memory of 1F1B; at equal F, I and W no idle time within the span
+    """Just under twice the memory of 1F1B; at equal F, I and W no idle time within the span
     of a rank.
 
     >>> print(make_zb_h2(2, 3, 2))
@@ -50,7 +50,7 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Schedule:
-    """ZB-H1 over slices of sequences; backwards run from the last slice.
+    """ZBH1 over slices of sequences; backwards run from the last slice.
 
     >>> print(make_seq_zb_h1(2, 1, 2, slices=2))
     [0F0.0, 0F0.1, 0I0.1, 0W0.1, 0I0.0, 0W0.0]
@@ -88,7 +88,7 @@ def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
 
 
 def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-H1 over several stages a rank: less idle time than ZB-H1 for about its memory.
+    """ZBH1 over several stages a rank: less idle time than ZBH1 for about its memory.
 
     >>> print(make_interleaved_zero_bubble(2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]

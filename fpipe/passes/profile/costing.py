@@ -274,8 +274,8 @@ def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float]
     late_by, of_step = in_ms(median(excess[which]), whole)
     often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"
     text = (
-        f"Rank {rank} {_OWN[kind].format(f'{late_by} ms')} in {often}. The others wait for it: "
-        f"{share(which):.0%} of a step of {of_step} ms."
+        f"Rank {rank} {_OWN[kind].format(f'{late_by} ms')} in {often}: {share(which):.0%} of a "
+        f"step of {of_step} ms. The others wait for it."
     )
     if kind != "programs":
         return text

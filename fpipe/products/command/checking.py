@@ -91,12 +91,25 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json([{"name": name, "about": about} for name, about in lines.items()])
         return
-    click.echo("schedule               stages  weights  what it does")
+    groups: dict[str, list[str]] = {title: [] for title in _GROUPS}
     for name, about in lines.items():
-        placed = make_schedule(name, 4, 4).placement
-        facts = f"{name:<23}{len(placed.stages_of(0)):6}{len(placed.paths):8}x  {about}"
-        click.echo(fill(facts, 80, subsequent_indent=" " * 40))
-    click.echo("stages: of a rank; weights: copies of a stage; ZBV is short for ZBVZeroBubble")
+        schedule = make_schedule(name, 4, 4)
+        placed = schedule.placement
+        title = _GROUPS[-1] if len(placed.paths) > 1 else _GROUPS["W" in str(schedule)]
+        facts = f"  {name:<23}{len(placed.stages_of(0)):6}  {about}"
+        groups[title].append(fill(facts, 80, subsequent_indent=" " * 33))
+    click.echo("schedule                 stages  what it does")
+    for title, listed in groups.items():
+        if listed:
+            click.echo("\n".join(["", title, *listed]))
+    click.echo("\nstages: of a rank, by default; ZBV is short for ZBVZeroBubble")
+
+
+_GROUPS = (
+    "a backward is one action, B",
+    "a backward can be two actions, I and W, so that ranks wait less",
+    "every stage is on two ranks, which hold its weights twice",
+)
 
 
 _COLUMNS = """\
@@ -180,8 +193,7 @@ def compare(
         [limit] = limits(memory, 1, price)
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
-    whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
-    priced = re.sub(r"\.0\b", "", f"costs {repr(price)[6:-1]} of {whose}")
+    priced = _priced(price, per)
     chosen = comparison.take(entries, limit)
     taken = _taken(chosen, limit)
     take = chosen and chosen.name
@@ -195,13 +207,23 @@ def compare(
         found = [entry._asdict() for entry in entries]
         print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    click.echo(fill(f"ranks {p}, microbatches {m}, {priced}", 80, subsequent_indent="  ") + "\n")
+    click.echo(_problem(p, m, priced))
     click.echo("\n".join([*pictures.aligned(rows, " "), "", columns]))
     if unsupported:
         click.echo("\nnot for these counts:")
         for line in unsupported:
             click.echo(fill(line, 80, initial_indent="  ", subsequent_indent="    "))
     click.echo(f"{taken}\nwrote {out}" if out else taken)
+
+
+def _priced(price: Costs, per: Per) -> str:
+    whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
+    return re.sub(r"\.0\b", "", f"costs {repr(price)[6:-1]} of {whose}")
+
+
+def _problem(ranks: int, microbatches: int, rest: str) -> str:
+    text = f"ranks {ranks}, microbatches {microbatches}, {rest}"
+    return fill(text, 80, subsequent_indent="  ") + "\n"
 
 
 _NONE = "no named schedule holds at most {:.6g}"
@@ -297,7 +319,10 @@ def solve(
     once = [entry for entry in entries if entry.weights <= 1]
     priced = f" --per {per} --costs {quote(costs)}" if costs else ""
     given = f"-p {p} -m {m}{f' --stages {stages}' if stages else ''}{priced}"
-    click.echo(_verdict(best, once, limits(memory, 1, price)[0], given, _one(price)), color=True)
+    [limit] = limits(memory, 1, price)
+    within = f", memory at most {held(limit)}" * (limit < inf)
+    click.echo(_problem(p, m, f"stages {best.stages}, {_priced(price, per)}{within}"))
+    click.echo(_verdict(best, once, limit, given, _one(price)), color=True)
     if out:
         best.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out}{priced}")

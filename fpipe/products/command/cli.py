@@ -75,10 +75,12 @@ class _Commands(click.Group):
         if name in COMMANDS or name.startswith("-"):
             return super().resolve_command(ctx, args)
         names = [schedule.lower() for schedule in ("ZBV", *schedule_names())]
-        if near := get_close_matches(name.lower(), COMMANDS, n=3, cutoff=0.5):
+        if near := get_close_matches(name.lower(), COMMANDS, n=3, cutoff=0.6):
             hint = f"did you mean {' or '.join(near)}?"
         elif name.lower() in names:
             hint = f"to draw the schedule: fpipe draw {name}"
+        elif name in import_module("fpipe").__all__:
+            hint = f"it is a name of the Python library: help(fpipe.{name})"
         else:
             hint = f"the commands are {', '.join(COMMANDS)}; for a demo, fpipe train or make demo"
         raise click.UsageError(f"there is no command {name!r}; {hint}", ctx)

@@ -47,11 +47,18 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    beside = f"{planned.bubble:.0%} simulated"
+    beside = ("simulated", "measured")
     if cores() < s.ranks:
-        beside += f"; {s.ranks} processes on {counted(cores(), 'core')} wait for cores"
+        beside = ("with a core for each rank", f"measured on {counted(cores(), 'core')}")
+    losses: list[float] = []
     with screen(console, title, settings.steps, beside, planned) as show:
-        largest = largest_difference(settings, conduct(settings, show))
+
+        def report(step: Step) -> None:
+            losses.append(step.loss)
+            show(step)
+
+        largest = largest_difference(settings, conduct(settings, report))
+        show(f"Loss: {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last")
         differ = f"[bold red]differ by at most {largest:g}[/]"
         show(
             "Last step compared with one process: loss and gradients "
@@ -107,11 +114,11 @@ def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
 
 @contextmanager
 def screen(
-    console: Console, title: str, steps: int, beside: str, planned: Timeline
+    console: Console, title: str, steps: int, beside: tuple[str, str], planned: Timeline
 ) -> Iterator[Callable[[Step | str], None]]:
     """Shows steps and lines while the block runs: a panel of progress, loss, speed, the plan and
     the lines; or without a terminal the lines, and one for every tenth of the steps. ``beside``
-    stands beside the measured bubble.
+    says what the bubbles of the plan and of a step are.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -141,7 +148,10 @@ def screen(
         panel.renderable = Group(bar, above, drawn, *lines)
 
     def bubbles(step: Step) -> str:
-        return f"bubble {step.timeline.bubble:.0%} measured, {beside}" if step.timeline else ""
+        if not step.timeline:
+            return ""
+        plan, now = beside
+        return f"bubble {planned.bubble:.0%} {plan}, {step.timeline.bubble:.0%} {now}"
 
     def print_line(news: Step | str) -> None:
         if isinstance(news, str):

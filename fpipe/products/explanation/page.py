@@ -5,6 +5,7 @@ and the page of it, as text and as HTML.
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -139,7 +140,7 @@ def _edges(plan: Any) -> list[Edge]:
     return [Edge(plan.rank, *edge, len(sizes), sum(sizes)) for edge, sizes in sent.items()]
 
 
-COLUMNS = 28  #: of a curve of memory in text
+COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
@@ -223,7 +224,7 @@ class Explanation:
             [
                 f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
                 "<h3>What to change first</h3>",
-                *(f"<p>{escape(line)}</p>" for line in self._advice),
+                *(f"<p>{_with_code(line)}</p>" for line in self._advice),
                 pictures.figure(self.timeline, titled=False),
                 *(f"<h3>{t}</h3>{pictures.table(*rows)}" for t, rows in self._tables.items()),
             ]
@@ -239,7 +240,7 @@ class Explanation:
             f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))}: ranks are idle "
             "for that share of the span, the longest time from the first start of a rank to its "
             "last end. "
-            f"Times are {'given costs' if self.facts.measured else 'estimates from shapes'}."
+            f"Times are {'the given costs' if self.facts.measured else 'estimates from shapes'}."
         )
 
     @property
@@ -256,7 +257,7 @@ class Explanation:
             (e.rank, e.to, e.stage, e.direction, e.messages, size_text(e.nbytes / e.messages))
             for e in facts.edges
         ]
-        held = Cell("activations: blank 0, @ most", "activations over the step")
+        held = Cell("activations, @ the most", "activations over the step")
         memory = "rank", held, "peak, at % of step", "all but parameters, batch"
         return {
             "What runs where": self._where,
@@ -295,6 +296,11 @@ class Explanation:
             causes = [(f"{one.share:.1%}", one.why) for one in idle_of(self.timeline, rank)]
             for place, cause in enumerate(causes or [("-", "-")]):
                 yield "" if place else rank, *cause
+
+
+def _with_code(line: str) -> str:
+    """The HTML of a line."""
+    return re.sub(r"fpipe\..*?\)\.\w+|schedule=\".*?\"", r"<code>\g<0></code>", escape(line, False))
 
 
 def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str:

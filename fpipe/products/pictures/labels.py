@@ -152,21 +152,21 @@ def units(scene: Scene) -> str:
     """What the times are: their unit, and what a stage takes."""
     t = scene.timeline
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
-    stages = "A rank's stage" if count == 1 else f"Each of a rank's {count} stages"
+    stages = "a rank's stage" if count == 1 else f"each of a rank's {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
             times[bar.action.op].append(bar.end - bar.start)
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
-    text = f"in {t.unit or 'units of the costs'}"
+    text = f"Times are in {t.unit or 'the unit of the costs'}"
     if not lengths:
-        return f"Times are {text}."
+        return f"{text}."
     if count > 1:
         lengths += (
             "; together they take "
             f"{number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
         )
-    return f"{stages} takes {lengths}, {text}."
+    return f"{text}: {stages} takes {lengths}."
 
 
 def _range(values: Collection[float]) -> str:

@@ -17,10 +17,12 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
+from matplotlib.legend_handler import HandlerPatch, HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.path import Path
+from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D, Bbox
 
@@ -46,7 +48,7 @@ def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
         return figure_bytes(figure, suffix)
     drawn = figure.get_tightbbox()
     width = figure.get_figwidth()  # as wide as was asked for
-    return figure_bytes(figure, suffix, Bbox([[0, drawn.y0 - 0.02], [width, drawn.y1 + 0.02]]))
+    return figure_bytes(figure, suffix, Bbox([[0, drawn.y0 - 0.04], [width, drawn.y1 + 0.04]]))
 
 
 def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") -> bytes:
@@ -246,10 +248,16 @@ def _legend(
     handles: list[tuple[Patch, ...]] = []
     texts: list[str] = []
     for keys, text in entries:
-        swatches = [Patch(color=colours[key], alpha=PALE.get(key)) for key in keys]
+        letters = [key[0] * (len(keys) == 1 and key[0] in OPS) for key in keys]
+        if not keys and ": " in text[:6]:  # such as "F0: F of microbatch 0"
+            (sample, text), keys = text.split(": "), ("paper",)
+            letters = [sample]
+        swatches = [
+            Patch(color=colours[key], alpha=PALE.get(key), label=letter)
+            for key, letter in zip(keys, letters, strict=True)
+        ]
         handles.append(tuple(swatches) or (Patch(alpha=0),))
-        letters = "+".join(dict.fromkeys(key[0] for key in keys if key[0] in OPS))
-        texts.append(f"{letters}: {text}" if letters and text != labels.PALER else text)
+        texts.append(text)
     for columns in range(len(texts), 0, -1):  # as many as fit; their rows are in order
         order = [k for first in range(columns) for k in range(first, len(texts), columns)]
         legend = axes.legend(
@@ -262,10 +270,31 @@ def _legend(
             ncols=columns,
             columnspacing=0.9,
             handlelength=1.2,
+            handleheight=0.9,
             frameon=False,
             fontsize=font,
             labelcolor=colours["ink"],
-            handler_map={tuple: HandlerTuple(None, pad=0)},
+            handler_map={tuple: HandlerTuple(None, pad=0), Patch: _Lettered()},
         )
         if legend.get_window_extent().width <= axes.get_window_extent().width:
             break
+
+
+class _Lettered(HandlerPatch):
+    """A patch with its label in it."""
+
+    def create_artists(self, legend: Any, orig_handle: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        box: Any
+        [box] = super().create_artists(legend, orig_handle, *args, **kwargs)
+        *_, size, transform = args
+        letter = Text(
+            x=box.get_x() + box.get_width() / 2,
+            y=box.get_y() + box.get_height() / 2,
+            text=orig_handle.get_label(),
+            color=ink(to_hex(box.get_facecolor())),
+            size=size,
+            ha="center",
+            va="center_baseline",
+            transform=transform,
+        )
+        return [box, letter]

@@ -134,7 +134,7 @@ def _layout(
             even = ceil(cells / panels - 1e-9) * need  # cut between cells
             return _Layout(colours, margin, detail, need / cell, even, panels)
     panels = ceil(cells / columns - 1e-9)
-    if panels * tall <= lines:  # a column for each cell
+    if panels <= 1 or panels * tall <= lines:  # a column for each cell
         return _Layout(colours, margin, 0, 1 / cell, ceil(cells / panels), panels)
     return _Layout(colours, margin, 0, columns / cells / cell, columns, 1)
 

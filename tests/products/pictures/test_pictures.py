@@ -560,7 +560,7 @@ def test_units_and_what_they_mean_are_on_the_picture():
         assert ", peak 4 microbatches" in words(timeline(costs=costs))
     assert ", peak 1 microbatch" in words(timeline("1F1B", 1, 2)).replace("microbatches", "")
     assert ", peak 24 units of saved=" in words(timeline(costs="saved=3"))
-    assert "A rank's stage takes F 2, B 1 to 3, in s." in words(
+    assert "Times are in s: a rank's stage takes F 2, B 1 to 3." in words(
         Timeline.measured(
             [
                 (0, Action(0, op, m), s, e)
@@ -930,7 +930,7 @@ def test_a_plot_has_a_bar_for_every_part_at_its_time(name: str):
             assert (round(span.start, 6), round(span.end, 6), int(top)) in found
     assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"rank {k}" for k in range(4)]
     words = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert words[0] == "F: forward" and "idle: warm-up" in words
+    assert words[0] == "forward" and "idle: warm-up" in words
     assert not any(text.get_text() for text in axes.texts)  # a paper has a caption
     light = t.plot(Figure().subplots(), "light", memory=False)
     assert any(": 4 ranks, 8 microbatches" in text.get_text() for text in light.texts)

@@ -131,7 +131,6 @@ def test_on_two_processes(
     text = " ".join(capsys.readouterr().out.split())
     assert "2 processes, 4 stages" in text and "step 4" in text
     assert "Last step compared with one process: loss and gradients are identical" in text
-    assert re.search(
-        r"bubble \d+% measured, 0% simulated; 2 processes on 1 core wait for cores", text
-    )
+    assert re.search(r"bubble 0% with a core for each rank, \d+% measured on 1 core", text)
+    assert re.search(r"Loss: [\d.]+ in the first step, [\d.]+ in the last", text)
     assert (out / "timeline.html").stat().st_size > 10_000

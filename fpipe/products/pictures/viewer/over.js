@@ -58,8 +58,9 @@ function paintAxis(pen, view, state) {
   for (const tick of view.ticks) pen.fillRect(Math.round(view.x(tick)), AXIS - 5, 1, 6);
   pen.fillStyle = theme.faint;
   for (const tick of view.ticks) pen.fillText(tick.toFixed(digits), view.x(tick), AXIS / 2 - 1);
-  pen.textAlign = "right";
-  if (wideScreen() && state.scenes[0].unit) pen.fillText(`time in ${state.scenes[0].unit}`, GUTTER - 12, AXIS / 2 - 1);
+  pen.textAlign = "left";
+  const unit = state.scenes[0].unit;
+  if (unit) pen.fillText(wideScreen() ? `time in ${unit}` : unit, wideScreen() ? 16 : 6, AXIS / 2 - 1);
 }
 
 // The overview: all lanes, thin, drawn once, and the window over them.
