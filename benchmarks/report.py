@@ -122,7 +122,8 @@ _PEERS = (
     "`make bench ARGS=peers`. One transformer, with the same weights, tokens and microbatches, a "
     "thread a process. Each library runs in processes of its own, with its own settings of malloc; "
     "jobs alternate. In float32 all losses, and the norms of all gradients, agree with plain "
-    "PyTorch on one process with as many threads (*differs by*). The step includes the optimizer. *MB* is what "
+    "PyTorch on one process with as many threads (*differs by*). The step includes the optimizer. "
+    "*MB* is what "
     "the fullest process holds at most in a step beyond an imported torch, *first step* the time "
     "from the start of the processes to the end of the first step. *addmm* is "
     '`compile="addmm"`. Bounds: ZBV at most 0.80 of the best peer\'s best schedule, every '
@@ -134,7 +135,8 @@ _PEERS = (
     "DeepSpeed builds an operator when it runs for the first time. JAX runs one program on all "
     "ranks, so each has the same number of blocks. In bfloat16, for which this CPU has no "
     "instructions, products take most of everybody's step; DeepSpeed keeps its sums of gradients "
-    "elsewhere than in `.grad`, so its norms differ. A line in place of figures is a library's error."
+    "elsewhere than in `.grad`, so its norms differ. A line in place of figures is a library's "
+    "error."
 )
 _PEER_NAMES = {
     "plain": "PyTorch",

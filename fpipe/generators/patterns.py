@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import repeat
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from ..actions.action import LARGE, Action, Fused, Row, joined
 from ..actions.action_kinds import Op
@@ -39,8 +39,7 @@ def tapes(stage: int, microbatches: int, *, small: bool = False) -> dict[str, Ta
     >>> row_of("FFBFBB", tapes(0, 3))
     (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
     """
-    ops: Sequence[Op] = ("F", "B", "I", "W")
-    return {op.lower() if small else op: (stage, op, range(microbatches)) for op in ops}
+    return {op.lower() if small else op: (stage, op, range(microbatches)) for op in get_args(Op)}
 
 
 def fused(*sources: Iterable[Action]) -> Iterator[Fused]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import get_args
 
 from ..actions.action import Placement, Row
 from ..actions.action_kinds import Op
@@ -107,7 +108,6 @@ def _tapes(rank: int, chunks: int, microbatches: int, slices: int) -> dict[str, 
     """
     if chunks == slices == 1:
         return tapes(rank, microbatches)
-    ops: Sequence[Op] = ("F", "B", "I", "W")
 
     def tape(op: Op) -> Tape:
         way = 1 if op == "F" else -1
@@ -116,4 +116,4 @@ def _tapes(rank: int, chunks: int, microbatches: int, slices: int) -> dict[str, 
         units = [unit(m * slices + s, slices) for m in range(microbatches) for s in parts]
         return [*stages] * len(units), op, [at for at in units for _ in stages]
 
-    return {op: tape(op) for op in ops}
+    return {op: tape(op) for op in get_args(Op)}

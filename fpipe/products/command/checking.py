@@ -218,7 +218,8 @@ def compare(
 
 def _priced(price: Costs, per: Per) -> str:
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
-    return re.sub(r"\.0\b", "", f"costs {repr(price)[6:-1]} of {whose}")
+    told = re.sub(r"\((.*?)\)", lambda m: m[1].replace(", ", ":"), repr(price)[6:-1])
+    return re.sub(r"\.0\b", "", f"costs {told} of {whose}")
 
 
 def _problem(ranks: int, microbatches: int, rest: str) -> str:
@@ -263,7 +264,8 @@ def _verdict(
         rows.append((taken.name, taken.span, taken.total, taken.memory))
         _, *pairs = zip(*rows, strict=True)
         as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
-        named = f"best named schedule of {best.stages} stages: {taken.name}"
+        longer, more = (f"{theirs / ours - 1:+.1%}" for ours, theirs in (pairs[0], pairs[-1]))
+        named = f"best named schedule: {taken.name} (span {longer}, memory {more})"
     if as_good:
         named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
     cells = [(name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in rows]
@@ -318,7 +320,7 @@ def solve(
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     once = [entry for entry in entries if entry.weights <= 1]
     priced = f" --per {per} --costs {quote(costs)}" if costs else ""
-    given = f"-p {p} -m {m}{f' --stages {stages}' if stages else ''}{priced}"
+    given = f"-p {p} -m {m} --stages {best.stages}{priced}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
     click.echo(_problem(p, m, f"stages {best.stages}, {_priced(price, per)}{within}"))

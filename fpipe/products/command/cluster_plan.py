@@ -124,15 +124,17 @@ def _show(job: Job, result: Layouts) -> None:
         f"sequences of {job.sequence} tokens, "
         f"{job.gpus} {job.gpu.name} of {job.gpu.memory / GIB:.0f} GiB"
     )
-    click.echo(f"\n{table(list(map(_row, result.best)), ' ')}\n")
+    click.echo(f"\n{table(list(map(_row, result.best)))}\n")
     _say(
         "tp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
         "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; microbatches: how "
         "many, x sequences of each; recompute: what a backward computes again, selective: norms "
         "and activation functions, full: whole layers"
     )
-    for line in _why(result.best[0]):
-        _say(line)
+    click.echo("\nthe first layout")
+    for about, text in _why(result.best[0]).items():
+        click.echo(fill(text, 80, initial_indent=f"  {about:<8}", subsequent_indent=" " * 10))
+    click.echo()
     _say(
         f"{result.possible} of {result.layouts} layouts have room for the state and one "
         f"microbatch; {result.predicted} were simulated; no other can be faster"
@@ -155,7 +157,7 @@ def _row(prediction: Prediction) -> Mapping[str, object]:
     }
 
 
-def _why(best: Prediction) -> Sequence[str]:
+def _why(best: Prediction) -> Mapping[str, str]:
     """What the time and the memory of a layout consist of, and what limits them."""
     job = best.job
     full = best.fullest
@@ -172,13 +174,14 @@ def _why(best: Prediction) -> Sequence[str]:
     if full.late / GIB >= 0.05:
         parts["without gradients that come later"] = -full.late
     memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
-    return (
-        f"the first layout: {best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble "
+    return {
+        "speed": f"{best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble "
         f"{best.bubble:.1%} (of the time without copies and optimizer)",
-        f"time of a step: {time}",
-        f"most after matrix products: {best.limit}; no layout takes less than {least:.4g} s, the "
-        f"model's operations at {job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
-        f"memory: pipeline rank {full.rank} holds {full.total / GIB:.1f} of the "
+        "time": time,
+        "limit": f"{best.limit}, most after matrix products; no layout takes less than "
+        f"{least:.4g} s, the model's operations at {job.gpu.matmul:.0%} of "
+        f"{job.gpu.flops / 1e12:.0f} TFLOP/s",
+        "memory": f"pipeline rank {full.rank} holds {full.total / GIB:.1f} of the "
         f"{usable(job) / GIB:.1f} GiB that the system leaves of {job.gpu.memory / GIB:.0f}: "
         f"{memory}",
-    )
+    }

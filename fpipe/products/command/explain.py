@@ -20,11 +20,7 @@ from .options import option
 
 
 class _Reached(BaseException):
-    """The first call of a pipeline; not an Exception, which a script may catch."""
-
-    def __init__(self, page: Any):
-        super().__init__()
-        self.page = page
+    """The first call of a pipeline, with its page; not an Exception, which a script may catch."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -74,7 +70,7 @@ def first_page(script: str, arguments: Sequence[str]) -> Any:
         ):
             runpy.run_path(script, run_name="__main__")
     except _Reached as reached:
-        return reached.page
+        return reached.args[0]
     except FpipeError:
         raise
     except Exception as error:

@@ -193,15 +193,15 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(finite, indent=1))
 
 
-def table(rows: Sequence[Mapping[str, object]], gap: str = "  ") -> str:
+def table(rows: Sequence[Mapping[str, object]]) -> str:
     """The lines of a table: names of columns, and the rows.
 
     >>> print(table([{"x": 1, "double": 2}, {"x": 20, "double": 40}]))
-     x  double
-     1       2
-    20      40
+     x double
+     1      2
+    20     40
     """
-    return "\n".join(aligned([rows[0], *(row.values() for row in rows)], gap))
+    return "\n".join(aligned([rows[0], *(row.values() for row in rows)], " "))
 
 
 def parse_costs(text: str) -> Costs:

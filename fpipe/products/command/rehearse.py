@@ -75,7 +75,7 @@ def rehearse(plan: str, ranks: tuple[int, ...], margin: float, as_json: bool) ->
         print_json({"ranks": rows, "faults": faults, **times})
     else:
         click.echo(fill(f"{job.model.name} on {job.gpus} {job.gpu.name}: {layout}", 80))
-        click.echo(f"\n{table([_shown(row) for row in rows], ' ')}\n\n{spent}")
+        click.echo(f"\n{table([_shown(row) for row in rows])}\n\n{spent}")
         for fault in faults:
             report_error(fault, INVALID)
     return INVALID if faults else 0

@@ -47,18 +47,14 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    beside = ("simulated", "measured")
+    bubble = f"bubble {planned.bubble:.0%} simulated, {{:.0%}} measured"
     if cores() < s.ranks:
-        beside = ("with a core for each rank", f"measured on {counted(cores(), 'core')}")
-    losses: list[float] = []
-    with screen(console, title, settings.steps, beside, planned) as show:
-
-        def report(step: Step) -> None:
-            losses.append(step.loss)
-            show(step)
-
-        largest = largest_difference(settings, conduct(settings, report))
-        show(f"Loss: {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last")
+        bubble = (
+            f"bubble {planned.bubble:.0%} with a core for each rank; here {s.ranks} share "
+            f"{counted(cores(), 'core')}: {{:.0%}}"
+        )
+    with screen(console, title, settings.steps, bubble, planned) as show:
+        largest = largest_difference(settings, conduct(settings, show))
         differ = f"[bold red]differ by at most {largest:g}[/]"
         show(
             "Last step compared with one process: loss and gradients "
@@ -114,11 +110,11 @@ def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
 
 @contextmanager
 def screen(
-    console: Console, title: str, steps: int, beside: tuple[str, str], planned: Timeline
+    console: Console, title: str, steps: int, bubble: str, planned: Timeline
 ) -> Iterator[Callable[[Step | str], None]]:
     """Shows steps and lines while the block runs: a panel of progress, loss, speed, the plan and
-    the lines; or without a terminal the lines, and one for every tenth of the steps. ``beside``
-    says what the bubbles of the plan and of a step are.
+    the lines; or without a terminal the lines, and one for every tenth of the steps. ``bubble``
+    is the format of a line for that of a measured step.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -143,15 +139,14 @@ def screen(
             lines[-1].no_wrap = False
         else:
             bar.update(task, completed=news.number + 1, description=described(news))
+            if news.number == 0:
+                lines.append(Text(f"Loss in the first step: {news.loss:.4f}"))
             if news.timeline:
                 above = Text(f"\n{bubbles(news)}")
         panel.renderable = Group(bar, above, drawn, *lines)
 
     def bubbles(step: Step) -> str:
-        if not step.timeline:
-            return ""
-        plan, now = beside
-        return f"bubble {planned.bubble:.0%} {plan}, {step.timeline.bubble:.0%} {now}"
+        return bubble.format(step.timeline.bubble) if step.timeline else ""
 
     def print_line(news: Step | str) -> None:
         if isinstance(news, str):

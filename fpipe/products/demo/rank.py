@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ... import init, pipeline, profile, value_and_grad
-from ...actions import Timeline
-from ...devices import pick
+from ...actions import Timeline, counted
+from ...devices import cores, pick
 from ...schedule import Schedule
 from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
 from .gpt import Params, Sizes, StageFunction, cross_entropy, gpt
@@ -95,7 +95,7 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
     params = pipe.place(params)
     step = value_and_grad(pipe)
-    profiled = profile(step, name=settings.schedule.name)
+    profiled = profile(step, name=f"{settings.schedule.name} on {counted(cores(), 'core')}")
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)
     last = LastStep(0.0, params, params)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
-from ...errors import FpipeError, ScheduleError
+from ... import Costs, Schedule, Timeline
+from ...errors import FpipeError
 from ..pictures.labels import percent, size_text
+from ..search.comparison import named_alike
 
 MOST_FORWARDS = 1 << 12  #: of a schedule that is compared with all others
 LEAST_GAIN = 0.02  #: of the time of a step, for advice
@@ -116,14 +117,8 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator
         return
     limit = max(timeline.peak_bytes)
     found = []
-    for name in schedule_names():
-        try:
-            other = make_schedule(name, schedule.ranks, schedule.microbatches, schedule.stages)
-            if len(other.check().placement.paths) > 1:
-                continue  # it needs two copies of the parameters
-            simulated = other.simulate(costs)
-        except ScheduleError:
-            continue
+    for name, other in named_alike(schedule):
+        simulated = other.simulate(costs)
         found.append((simulated.total, max(simulated.peak_bytes), name))
     fitting = [one for one in found if one[1] <= limit * (1 + 1e-9)]
     saves = 1 - min(fitting, default=(timeline.total,))[0] / timeline.total >= LEAST_GAIN

@@ -112,20 +112,19 @@ def figures_of(scene: Scene) -> list[str]:
 def notes(scene: Scene) -> list[str]:
     """The lines about a scene: what the bubble is, by cause, and what the units are."""
     t = scene.timeline
-    shares = {CAUSES[cause]: share for cause, share in scene.idle.items()}
-    shares["ranks that start later or end earlier"] = 1 - sum(t.windows) / (t.ranks * t.span or 1.0)
-    parts = [f"{cause} {percent(share)}" for cause, share in shares.items() if share > 5e-4]
+    shares = scene.idle.items()
+    parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in shares if share > 5e-4]
     lines = [units(scene)]
     if parts or t.total > t.span:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
     if scene.against:
         other = scene.against
         pair = (
-            "I and W (parts of a backward) are compared with B"
+            "I and W are compared with B of the same layers, which does the work of both."
             if "I" in scene.ops
-            else "B (backward) is compared with W"
+            else "B is compared with W of the same layers: each ends a backward."
         )
-        more = f" {pair} of the same layers." * (scene.ops != other.ops)
+        more = f" {pair}" * (scene.ops != other.ops)
         lines.insert(0, f"In brackets: the change from {other.name}.{more}")
     return lines
 
@@ -152,21 +151,17 @@ def units(scene: Scene) -> str:
     """What the times are: their unit, and what a stage takes."""
     t = scene.timeline
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
-    stages = "a rank's stage" if count == 1 else f"each of a rank's {count} stages"
+    stages = "A rank's stage" if count == 1 else f"Each of a rank's {count} stages"
     times: defaultdict[str, list[float]] = defaultdict(list)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
             times[bar.action.op].append(bar.end - bar.start)
     lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
-    text = f"Times are in {t.unit or 'the unit of the costs'}"
     if not lengths:
-        return f"{text}."
+        return f"Times are in {t.unit or 'the unit of the costs'}."
     if count > 1:
-        lengths += (
-            "; together they take "
-            f"{number(sum(t.busy) / t.ranks / t.microbatches)} for a microbatch"
-        )
-    return f"{text}: {stages} takes {lengths}."
+        lengths += f": {number(sum(t.busy) / t.ranks / t.microbatches)} in all for a microbatch"
+    return f"{stages} takes {lengths}{t.unit and ', in '}{t.unit}."
 
 
 def _range(values: Collection[float]) -> str:
@@ -253,11 +248,6 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     if scenes[-1].against:
         yield (), f"{scenes[0].name}:"
     yield from kinds(scenes, dense)
-    if detail and not dense:
-        sliced = scenes[0].timeline.slices > 1
-        yield (), "0.1: slice 1 of microbatch 0" if sliced else NAMES[detail - 1]
-        if any(scene.against and scene.shades == 2 for scene in scenes):
-            yield (), SMALL
     if dense:
         yield (), "height: share of the time"
     elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
@@ -268,6 +258,11 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
             yield (cause,), f"idle: {text}"
     if has_curves(scenes, look):
         yield ("curve",), "memory held"
+    if detail and not dense:
+        sliced = scenes[0].timeline.slices > 1
+        yield (), "0.1: slice 1 of microbatch 0" if sliced else NAMES[detail - 1]
+        if any(scene.against and scene.shades == 2 for scene in scenes):
+            yield (), SMALL
 
 
 # ---- names of actions ----

@@ -61,9 +61,8 @@ def draw(
     >>> print(draw(t, width=60, color=False))
     schedule: 2 ranks, 2 microbatches
     total 9, bubble 33.3%, peak 2 microbatches, by rank: 2, 1
-    Bubble by cause: warm-up 11.1%, tail 5.6%, ranks that start
-      later or end earlier 16.7%.
-    Times are in the unit of the costs: a rank's stage takes F 1, B 2.
+    Bubble by cause: warm-up 16.7%, tail 16.7%.
+    A rank's stage takes F 1, B 2.
            0         2         4         6         8
     rank 0 0F0- 0F1- ..........0B0------ .....0B1------
     rank 1 .....1F0- 1B0------ 1F1- 1B1------ ..........

@@ -186,15 +186,17 @@ class Scene:
 
     @cached_property
     def idle(self) -> dict[str, float]:
-        """cause -> its share of the bubble, for each that is drawn. Idle time before a rank starts
-        and after it ends is not part of the bubble.
+        """cause -> its share of the bubble, for each that is drawn. Of the idle time before a rank
+        starts and after it ends, what is left of the longest span is part of the bubble.
         """
-        whole = self.timeline.span * len(self.lanes) or 1.0
+        t = self.timeline
+        whole = t.span * t.ranks or 1.0
         times: defaultdict[str, float] = defaultdict(float)
-        for lane in self.lanes:
+        for lane, window in zip(self.lanes, t.windows, strict=True):
+            outside = (t.span - window) / (t.total - window or 1.0)
             for gap in lane.gaps:
                 is_inside = lane.bars and lane.bars[0].start <= gap.start < lane.bars[-1].end
-                times[gap.cause] += (gap.end - gap.start) / whole if is_inside else 0.0
+                times[gap.cause] += (gap.end - gap.start) / whole * (1 if is_inside else outside)
         return {cause: times[cause] for cause in CAUSES if cause in times}
 
 

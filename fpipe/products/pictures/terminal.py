@@ -30,15 +30,12 @@ LINES = 60  #: of a picture of several panels, if not all of a long one is wante
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
-ENDS = "<<<<=>>>> "  # below the actions of plain text, by tint
+ENDS = "dcba=1234 "  # below the actions of plain text, by tint
 #: of the legend of plain text, where a lane has their first character
 MARKS = """\
 - goes on
 & fused
-. idle
-< ends earlier
-= ends at the same time
-> ends later""".splitlines()
+. idle""".splitlines()
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 
@@ -91,7 +88,7 @@ def paint(
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
                 for row in lane:
                     text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
-                    label = ""
+                    label = "ends".rjust(layout.margin - 1)
     marks = {char for rows in drawn for lane in rows for row in lane for char, _ in row}
     text += [[], *_legend(scenes, layout, width, marks)]
     grounds = palette(max(scene.shades for scene in scenes))
@@ -262,15 +259,14 @@ def _legend(
 ) -> Iterator[list[Cell]]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     entries = [*labels.kinds(scenes, not layout.colours)]
-    if layout.colours:
-        entries += labels.tints(scenes)
+    entries += labels.tints(scenes)
     items: list[list[Cell]] = []
     for keys, text in entries:
         swatch = [
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]
         if keys and not layout.colours:
-            swatch = _cells(keys[0][0])
+            swatch = _cells(ENDS[int(keys[0][1:])] if keys[0][0] == "t" else keys[0][0])
         items.append(swatch + _cells(f" {text}"[not keys :]))
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:

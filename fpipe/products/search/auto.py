@@ -14,16 +14,18 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ... import Costs, Placement, Schedule, make_schedule, schedule_names
+from ... import Costs, Placement, Schedule, make_schedule
 from ...actions import as_costs, number, plain
 from ...collectives import Group
+from ...engine.plan_report import Plans
 from ...errors import ScheduleError, StageError
 from ..pictures.labels import aligned
 from .bounds import Bound
+from .comparison import named_alike
 from .memory_limit import Memory, in_bytes, is_within, limits
-from .solve import Kind, Solved, solve
+from .solve import Kind, solve
 
 #: Forwards up to which all named schedules are simulated.
 MOST = 20_000
@@ -148,20 +150,12 @@ def _kinds(
         yield "replicated"
 
 
-def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:
-    """The named schedules for the same counts, without those that hold parameters twice, which
-    costs do not count.
-    """
-    microbatches = solved.microbatches
-    stages = solved.stages
-    for name in schedule_names() if stages * microbatches <= MOST else ():
-        try:
-            schedule = make_schedule(name, solved.ranks, microbatches, stages).check()
-        except ScheduleError:  # it needs other counts, or has no backwards
-            continue
-        fits = placement is None or repr(schedule.placement) == repr(placement)
-        if fits and not schedule.placement.replicated:
-            yield name, schedule
+def _named(solved: Schedule, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:
+    """The named schedules for the same counts that place stages as ``placement`` does."""
+    if solved.stages * solved.microbatches <= MOST:
+        for name, schedule in named_alike(solved):
+            if placement is None or repr(schedule.placement) == repr(placement):
+                yield name, schedule
 
 
 def descends(schedule: Schedule) -> bool:
@@ -176,20 +170,6 @@ def descends(schedule: Schedule) -> bool:
                     return True
                 last[part.stage] = part.microbatch
     return False
-
-
-class Plans(Protocol):
-    """What is read of the plans of a schedule."""
-
-    @property
-    def figures(self) -> Figures:
-        """What programs are expected to take."""
-        ...
-
-    @property
-    def peak(self) -> Mapping[int, int]:
-        """The most bytes that a rank holds."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from ... import Costs, make_schedule, schedule_names
+from ... import Costs, Schedule, make_schedule, schedule_names
 from ...actions import Per, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
@@ -91,6 +92,20 @@ def compare(
             )
     entries.sort(key=lambda e: (round(e.total, 9), round(e.bubble, 9), e.memory))
     return entries, left_out
+
+
+def named_alike(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    """The named schedules for the counts of this one, without those that hold parameters twice,
+    which costs do not count.
+
+    >>> [name for name, _ in named_alike(make_schedule("1F1B", 2, 2))][:3]
+    ['GPipe', '1F1B', 'Interleaved1F1B']
+    """
+    for name in schedule_names():
+        with suppress(ScheduleError):  # it needs other counts, or has no backwards
+            other = make_schedule(name, schedule.ranks, schedule.microbatches, schedule.stages)
+            if not other.check().placement.replicated:
+                yield name, other
 
 
 def in_microbatches(costs: Costs, per: Per, share: float) -> Costs:

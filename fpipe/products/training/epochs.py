@@ -96,20 +96,16 @@ class Epochs:
         batches = self._under_way.pop(step, None)
         if batches is None:
             draw = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
-            rest = self._order(draw)[position:]
+            order = torch.arange(self._size)
+            if self._shuffle:
+                order = torch.randperm(self._size, generator=draw)
+            every = order[: len(self) * self.rows].view(len(self), self.rows)
+            mine = every[position:, self._first : self._first + self._share].tolist()
             # for the workers' seed, which is drawn from the global generator otherwise
             options = {"generator": draw, **self._loader}
-            batches = iter(DataLoader(self.data, batch_sampler=rest, **options))
+            batches = iter(DataLoader(self.data, batch_sampler=mine, **options))
         batch = tuple(next(batches))
         self._under_way.clear()
         if position + 1 < len(self):
             self._under_way[step + 1] = batches
         return batch
-
-    def _order(self, draw: torch.Generator) -> list[list[int]]:
-        """By step of an epoch, the rows of this copy."""
-        order = torch.arange(self._size)
-        if self._shuffle:
-            order = torch.randperm(self._size, generator=draw)
-        batches = order[: len(self) * self.rows].view(len(self), self.rows)
-        return batches[:, self._first : self._first + self._share].tolist()

@@ -82,17 +82,12 @@ class RunFolder(NamedTuple):
                 "stage (tp=); continue with that number, or begin a run in another folder"
             )
         if is_first(self.pipe):
-            self._give_up_after(step)
+            # with ``tp=``, this part of what lacks another part: these steps will be saved again
+            for later in self.steps():
+                part = folder_of(self.of(later), self.pipe)
+                if later > step and part != self.of(later):
+                    discard(part)
         return None if step < 0 else step
-
-    def _give_up_after(self, step: int) -> None:
-        """With ``tp=``, this part of later checkpoints that lack another part: these steps will be
-        saved again.
-        """
-        for later in self.steps():
-            part = folder_of(self.of(later), self.pipe)
-            if later > step and part != self.of(later):
-                discard(part)
 
     def _of_others(self) -> str:
         """A complete checkpoint that was written with another ``tp=``; empty text if there is

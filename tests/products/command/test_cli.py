@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -573,11 +574,12 @@ def test_solve_holds_no_more_than_a_named_schedule_of_equal_times(
 ):
     """It placed Ws where a rank held 8 microbatches, for the span and the total of one with 4."""
     uneven = ",".join(f"{op}=1:2:1:1" for op in "FIW")
-    *_, solved, named = printed(
-        capsys, "solve", "-p", "4", "-m", "8", "--costs", uneven
-    ).splitlines()[:10]
+    text = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", uneven)
+    *_, solved, named = text.splitlines()[:10]
     assert solved.split() == ["solved", "48", "49", "4"]
     assert named.split() == ["InterleavedZeroBubble", "48", "49", "4"]
+    [command] = re.findall("^try: fpipe (.*)", text, re.M)  # it left out --stages, and failed
+    assert "total 49, bubble" in printed(capsys, *shlex.split(command))
 
 
 def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.CaptureFixture[str]):
@@ -587,7 +589,7 @@ def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.Cap
     assert problem == given
     assert first == "optimal: yes, no schedule has a shorter span"
     assert second == "no better than ZBVZeroBubble: use that"
-    assert third == "try: fpipe draw ZBVZeroBubble -p 4 -m 8"
+    assert third == "try: fpipe draw ZBVZeroBubble -p 4 -m 8 --stages 8"
     assert not any(line.startswith(("rank 0", "stages by rank")) for line in table)
     assert [row.split() for row in table[:3]] == [
         ["span", "total", "memory"],
@@ -595,7 +597,7 @@ def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.Cap
         ["ZBVZeroBubble", "24", "25.5", "4"],
     ]
     uneven = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", "F=1:2:1:2")
-    assert "\nbest named schedule of 4 stages: InterleavedZeroBubble\n" in uneven
+    assert "\nbest named schedule: InterleavedZeroBubble (span +" in uneven
     limit = printed(capsys, "solve", "-p", "4", "-m", "8", "--memory", "1", "--seconds", "0.1")
     assert "\nno named schedule holds at most 1\n" in limit
     assert "memory at most 1\n" in limit.partition("\n\n")[0] + "\n"

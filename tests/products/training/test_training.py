@@ -44,8 +44,8 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     last_step.grads[0]["embed"]["token"][0, 0] += 1
     assert largest_difference(small, [last_step]) == 1
     assert [report.number for report in wire.sent] == [0, 1, 2]
-    title = small.schedule.name
-    assert f"{title}, simulated with median times, ranks at once" in page.read_text()
+    title = rf"{small.schedule.name} on \d+ cores?, simulated with median times, ranks at once"
+    assert re.search(title, page.read_text())
 
 
 def test_the_model_is_the_same_however_it_is_cut():
@@ -74,7 +74,7 @@ def test_screen_shows_what_is_reported(terminal: bool, monkeypatch: pytest.Monke
     file = io.StringIO()
     console = Console(file=file, width=90, force_terminal=terminal, color_system=None)
     timeline = fpipe.make_schedule("DualPipeV", 2, 4).simulate()
-    with screen(console, "ZBV", 5, "0% in theory", timeline) as show:
+    with screen(console, "ZBV", 5, "bubble {:.0%} measured", timeline) as show:
         for number in range(5):
             show(Step(number, 4.0 - number, 200.0, timeline if number == 4 else None))
         show("the [bold]verdict[/]:" + 13 * " words")
@@ -82,10 +82,11 @@ def test_screen_shows_what_is_reported(terminal: bool, monkeypatch: pytest.Monke
     assert "ZBV" in shown and "loss 0.0000" in shown and "200 tokens/s" in shown
     if terminal:
         last = shown.rpartition("fpipe train")[2].splitlines()[:-1]
-        assert "5/5" in last[1] and "8% measured, 0% in theory" in last[3]
+        assert "5/5" in last[1] and "bubble 8% measured" in last[3]
         assert "DualPipeV: 2 ranks, 4 microbatches" in last[5]
         assert "peak 2.5 microbatches" in last[6] and "weight gradient" in "".join(last)
         assert [line[2:9] for line in last if "rank " in line[:8]] == ["rank 0 ", "rank 1 "]
+        assert "Loss in the first step: 4.0000" in last[-4]
         assert last[-1].startswith("╰") and "verdict: words words" in last[-3]
         assert last[-2].startswith("│ words") and len(last) < 24
         assert all(len(line) == 90 for line in last[1:])
@@ -131,6 +132,5 @@ def test_on_two_processes(
     text = " ".join(capsys.readouterr().out.split())
     assert "2 processes, 4 stages" in text and "step 4" in text
     assert "Last step compared with one process: loss and gradients are identical" in text
-    assert re.search(r"bubble 0% with a core for each rank, \d+% measured on 1 core", text)
-    assert re.search(r"Loss: [\d.]+ in the first step, [\d.]+ in the last", text)
+    assert re.search(r"bubble 0% with a core for each rank; here 2 share 1 core: \d+%", text)
     assert (out / "timeline.html").stat().st_size > 10_000

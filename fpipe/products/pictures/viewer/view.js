@@ -103,7 +103,7 @@ function hover(x, y, repaint = true) {
   const was = state.hover;
   state.hover = place && place.index >= 0 && !place.onCurve ? place : null;
   lanes.style.cursor = state.hover ? "pointer" : "";
-  if (!place) tip.hidden = true;
+  if (!place || !wideScreen()) tip.hidden = true;
   else tell(place, x, y);
   if (repaint && ((was && was.index) !== (state.hover && state.hover.index) || (was && was.rank) !== (state.hover && state.hover.rank)
     || (was && was.scene) !== (state.hover && state.hover.scene))) draw();
