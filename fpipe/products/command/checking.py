@@ -272,7 +272,8 @@ def _verdict(
     table = "\n".join(pictures.aligned([("", "span", "total", "memory"), *cells]))
     text = f"{fill(found, 80)}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
     if not as_good:
-        text += fill(f"stages by rank: {repr(best.placement)[10:-1]}", 80)
+        places = f"stages by rank: {repr(best.placement)[10:-1]}"
+        text += "\n" + fill(places, 80, subsequent_indent="  ")
         text += f"\n\n{pictures.draw(t)}"
     return text
 

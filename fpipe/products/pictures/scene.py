@@ -28,7 +28,7 @@ CAUSES = {
     "message": "message on the way",
     "imbalance": "another rank computes",
     "tail": "tail",
-    "other": "sending, receiving, other",
+    "other": "between actions",
 }
 #: unit, how many of it are a second, and the least total in seconds that is shown in it
 SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-4), ("us", 1e6, 0.0))
