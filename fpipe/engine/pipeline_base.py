@@ -175,7 +175,7 @@ class PipelineBase(Generic[Y, R]):
             picture = ""
         else:
             picture = self.schedule(count)._repr_html_()
-        return product("pictures").table([repr(self)], []) + picture
+        return product("pictures").table([repr(self)[1:-1]], []) + picture
 
     def schedule(self, microbatches: int) -> Schedule:
         """The checked schedule for a number of microbatches.

@@ -50,8 +50,8 @@ def run(settings: Settings, source: str) -> int:
     bubble = f"bubble {planned.bubble:.0%} simulated, {{:.0%}} measured"
     if cores() < s.ranks:
         bubble = (
-            f"bubble {planned.bubble:.0%} with a core for each rank; here {s.ranks} share "
-            f"{counted(cores(), 'core')}: {{:.0%}}"
+            f"bubble {planned.bubble:.0%} with a core for each rank; {{:.0%}} here, as {s.ranks} "
+            f"share {counted(cores(), 'core')}"
         )
     with screen(console, title, settings.steps, bubble, planned) as show:
         largest = largest_difference(settings, conduct(settings, show))

@@ -277,7 +277,7 @@ def _legend(
     if not layout.detail:
         items.append(
             _cells(
-                f"a column: {labels.time(1 / layout.scale, scenes[0])}; "
+                f"a column is {labels.time(1 / layout.scale, scenes[0])} of time; "
                 "its letter: what fills most of it"
             )
         )
