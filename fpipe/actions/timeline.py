@@ -77,6 +77,7 @@ class Timeline:
     * ``sizes``: a factor of both for each microbatch, if they differ.
     * ``unit``: of times; "" is that of the costs.
     * ``carried``: what the link of each rank carries, if that was predicted.
+    * ``note``: a sentence for its picture.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
@@ -100,6 +101,7 @@ class Timeline:
     unit: str = ""
     carried: tuple[tuple[Carried, ...], ...] = ()
     sizes: Sequence[float] = ()
+    note: str = ""
 
     @classmethod
     def measured(

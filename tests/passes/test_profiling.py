@@ -290,6 +290,7 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
 def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Path]):
     page = (on_processes[1] / "naps.html").read_text(encoding="utf-8")
     assert "naps, simulated with median times" in page and "naps, measured" in page
+    assert "Rank 1 computes" in page, "what to mend is in the file that is sent to others"
     trace = on_processes[1] / "naps.json"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]

@@ -88,6 +88,8 @@ QUESTIONS = {
     "how do I cut my model into stages": "howto/model.html#an-nnmodule",
     "multiple gpus": "howto/machines.html#with-torchrun",
     "weight tying": "sharp.html#tied-parameters",
+    "jupyter": "howto/notebooks.html",
+    "tied weights": "sharp.html#tied-parameters",
     "what is a bubble": "glossary.html#bubble",
     "multi node slurm": "howto/cluster.html#slurm",
 }

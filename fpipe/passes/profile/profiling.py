@@ -179,9 +179,11 @@ class Profile:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of the simulated step over the measured one, of ranks in turn of the
-        former alone: see ``Timeline.save``.
+        former alone, with what to mend: see ``Timeline.save``.
         """
-        product("pictures").save(self._drawn, path)
+        first, *rest = self._drawn
+        noted = replace(first, note=" ".join(self._verdict))
+        product("pictures").save([noted, *rest], path)
 
     def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:
         """That picture in a figure of matplotlib: see ``Timeline.plot``."""

@@ -117,6 +117,8 @@ def notes(scene: Scene) -> list[str]:
     lines = [units(scene)]
     if parts or t.total > t.span:
         lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
+    if t.note:
+        lines.insert(0, t.note)
     if scene.against:
         other = scene.against
         pair = (
