@@ -17,6 +17,7 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
+from ..errors import BatchError
 from ..generators.forward import forwards_first, forwards_of
 from ..programs.internals import surroundings
 from ..tree import AbstractTree, Structure, Tree
@@ -82,7 +83,10 @@ class Call:
         side = dict(side)
         state = side_inputs.states(config, side.pop("state", None)) if config.stateful else None
         if config.loss is None and targets:
-            raise mistakes.no_loss_for(targets)
+            raise BatchError(
+                f"{len(targets)} targets were given, but the pipeline has no loss; say "
+                "pipeline(..., loss=)"
+            )
         microbatches = count([x, *targets, *side.values()], config.microbatches)
         slices = config.slices
         x_parts = Parts(x, microbatches, "x", slices=slices)

@@ -19,11 +19,10 @@ from typing import TypeAlias
 
 from ..actions.product import feature
 from ..collectives.group import Group, Work
-from ..errors import ActionError, FpipeError, StageError
+from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..lowering.instruction import Machine, Registers, StepFn
 from ..lowering.instructions import nothing
 from ..lowering.plan import Plan
-from .mistakes import deadlock
 
 #: Functions of instructions, with the numbers of these.
 Steps: TypeAlias = tuple[tuple[int, StepFn], ...]
@@ -122,4 +121,8 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
             except StopIteration:
                 del waiting[rank]
         if not progress:
-            raise deadlock(f"rank {rank}: {describe(rank)}" for rank in waiting)
+            ranks = "\n".join(f"  rank {rank}: {describe(rank)}" for rank in waiting)
+            raise DeadlockError(
+                f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule "
+                "before it runs"
+            )

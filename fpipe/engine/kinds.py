@@ -28,7 +28,6 @@ from ..programs.signature import check_scalar, loss_stage
 from ..stage import Stage
 from ..tree import AbstractTree
 from .config import Config
-from .mistakes import no_params
 from .request import Kind, Request
 
 #: Programs by stage, None for the loss, and device.
@@ -142,7 +141,11 @@ def trace_stage(
     ranks = ranks_here(config, request, stage)
     params = request.params[stage]
     if params is None:
-        raise no_params(stage, ranks[0])
+        raise StageError(
+            f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters "
+            "are missing; give params one entry per stage (pipe.place keeps those that are on this "
+            "process)"
+        )
     x = traced.interfaces[stage - 1].y.as_input() if stage else traced.kind[0]
     function = config.functions[stage]
     carry_leaves = 0

@@ -16,10 +16,9 @@ import torch
 
 from ..actions.text import counted
 from ..collectives.group import Group
-from ..errors import BatchError, DeadlockError, GroupError, MismatchError, StageError
+from ..errors import BatchError, GroupError, StageError
 from ..programs.spent import Spent
 from ..schedule import Schedule
-from ..tree import Tree
 
 
 def check_seed(seed: object) -> None:
@@ -103,13 +102,6 @@ def no_graph(**_: object) -> None:
 
 #: Attributes of the loss that a call returns. Without a state it is pickled as any tensor.
 LOSS = {"backward": no_graph, "__getstate__": dict}
-
-
-def no_loss_for(targets: Sequence[Tree]) -> BatchError:
-    """The error for targets without a loss."""
-    return BatchError(
-        f"{len(targets)} targets were given, but the pipeline has no loss; say pipeline(..., loss=)"
-    )
 
 
 def no_count(counts: Set[int]) -> BatchError:
@@ -294,28 +286,4 @@ def surrounded(stage: str | None) -> StageError:
     return StageError(
         f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, "
         "fpipe.grad or fpipe.value_and_grad there, or torch.func's transforms of them"
-    )
-
-
-def deadlock(waiting: Iterable[str]) -> DeadlockError:
-    """The error where every rank waits; ``waiting`` has a line for each that says for what."""
-    ranks = "\n".join(f"  {line}" for line in waiting)
-    return DeadlockError(
-        f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule before "
-        "it runs"
-    )
-
-
-def no_params(stage: int, rank: int) -> StageError:
-    """The error for a stage of this process without parameters."""
-    return StageError(
-        f"stage {stage} is on rank {rank}, which is in this process, but its parameters are "
-        "missing; give params one entry per stage (pipe.place keeps those that are on this process)"
-    )
-
-
-def no_report(stage: int) -> MismatchError:
-    """The error for a stage that no process has traced."""
-    return MismatchError(
-        f"no process reported what stage {stage} returns; every process must run the same pipeline"
     )

@@ -19,6 +19,7 @@ from ..actions.action import Fused
 from ..actions.dependencies import uncollected
 from ..actions.product import feature
 from ..actions.progress_line import noted
+from ..errors import MismatchError
 from ..lowering.builder import lower
 from ..lowering.instruction import Machine
 from ..lowering.job import LoweringInput
@@ -32,7 +33,6 @@ from .config import Config
 from .execute import Executable, bind
 from .handshake import on_all_ranks
 from .kinds import TracedKind, trace_next_stages, with_loss
-from .mistakes import no_report
 from .option_checks import check_patterns
 from .request import Request
 
@@ -206,7 +206,10 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     while (known := min(len(kind.interfaces) for kind in traced)) < stages:
         traced, changed = exchange(config, trace_next, traced)
         if not changed:
-            raise no_report(known)
+            raise MismatchError(
+                f"no process reported what stage {known} returns; every process must run the same "
+                "pipeline"
+            )
     if config.loss is not None:
         note("the loss")
         traced, _ = exchange(config, trace_loss, traced)

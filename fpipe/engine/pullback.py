@@ -11,7 +11,8 @@ from typing import Any
 
 from ..errors import StageError
 from ..lowering.instruction import Registers
-from ..programs.tensor_state import retaining, versions
+from ..programs.internals import setting
+from ..programs.tensor_state import RETAINED, versions
 from ..tree import Tree
 from . import calls
 from .arguments import Call
@@ -55,11 +56,8 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             calls.refuse(call.config, error)
             raise
         again = partial(plans.announce, pullback=number)
-        with calls.announced(call, again), retaining(retain):
-            if retain:
-                regs = {rank: r.copy() for rank, r in kept[0].items()}
-            else:
-                regs = kept.pop()
+        with calls.announced(call, again), setting(RETAINED, retain):
+            regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
             rows = on_replicas(call, units, rows)
             results = Outputs(plans.layout, regs, call, None, rows)
             calls.run(results, plans, lambda feeder, r: _fill(feeder, r, rows), phase=1)

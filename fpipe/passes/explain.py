@@ -26,12 +26,12 @@ from torch.utils import checkpoint
 
 from ..engine.kinds import _NOTHING
 from ..engine.request import Request
-from ..errors import ActionError, FpipeError, GroupError, StageError, TraceError
+from ..errors import ActionError, FpipeError, StageError, TraceError
 from ..lowering.instruction import Instruction
 from ..programs.internals import quiet
 from ..programs.program import Programs
 from ..stage import Stage
-from ..tree import AbstractTree, Aval, describe
+from ..tree import AbstractTree, Aval
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
 _UNTRACEABLE = (
@@ -201,15 +201,6 @@ def seed_error(label: str) -> TraceError:
     )
 
 
-def busy_error(seconds: float) -> GroupError:
-    """The error for a thread that waited for another one to draw or to trace."""
-    return GroupError(
-        f"another thread has drawn random numbers or traced a function for {seconds:g} "
-        "seconds, and only one thread of a process can; run pipelines that draw inside "
-        "collectives in processes of their own"
-    )
-
-
 def captured_gradient_error(label: str, tensor: Tensor) -> TraceError:
     """The error for a stage that closes over a tensor that requires a gradient."""
     return TraceError(
@@ -339,70 +330,3 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
             "fpipe.Microbatches([...]), and targets behind x"
         )
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
-
-
-# ---- what a stage or a loss returned ----
-def unsendable_error(label: str, leaf: object) -> StageError:
-    """The error for a leaf of a stage's output that cannot go to another stage."""
-    what = type(leaf).__name__
-    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-        what = f"{leaf.layout} tensor"
-    return StageError(
-        f"stage {label} returns a {what}, which cannot be sent to the next stage; return tensors "
-        "(of a DTensor: its to_local()) and plain numbers, or register its class as a pytree "
-        '(optree, namespace="fpipe")'
-    )
-
-
-def unhashable_error(label: str, error: TypeError) -> StageError:
-    """The error for an argument that is no tensor and cannot be a key."""
-    remedy = 'numbers, strings or None, or register its class (optree, namespace="fpipe")'
-    if "ndarray" in str(error):
-        remedy = "torch.from_numpy(...) of it, which shares its memory"
-    return StageError(
-        f"stage {label}: a leaf that is neither a tensor nor hashable came in ({error}); "
-        f"pass {remedy}"
-    )
-
-
-def pair_error(result: object) -> StageError:
-    """The error for a loss that returned no pair although it has a second value."""
-    return StageError(
-        f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
-    )
-
-
-def aux_error(label: str, aux: object) -> StageError:
-    """The error for an auxiliary loss that is not one floating number."""
-    return StageError(
-        f"stage {label} has aux_loss=True, so it must return (y, scalar) with a floating tensor "
-        f"without axes; its second value is {describe([aux])}"
-    )
-
-
-def state_error(label: str, leaf: object) -> StageError:
-    """The error for a leaf of a new state that is no tensor."""
-    return StageError(
-        f"stage {label} returns {leaf} in its state, whose leaves must be tensors (a number would "
-        "make each microbatch another program); write torch.tensor(0) for a counter"
-    )
-
-
-def parts_error(label: str, names: Sequence[str], out: object) -> StageError:
-    """The error for a stage that returned something else than these parts."""
-    count = f" of {len(out)}" if isinstance(out, tuple) else ""
-    return StageError(
-        f"stage {label} must return ({', '.join(names)}), but it returned a "
-        f"{type(out).__name__}{count}"
-    )
-
-
-def scalar_error(label: str, first: Aval | None) -> StageError:
-    """The error for a loss whose first tensor is not one floating number."""
-    if first is None or first.shape != ():
-        return StageError(
-            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
-            f"anything); it returned {'no tensor' if first is None else first}. A number, as "
-            "item() and float() return, has no gradient"
-        )
-    return StageError(f"the loss {label} must be floating, not {first.dtype}; take .float() of it")

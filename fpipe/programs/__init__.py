@@ -5,7 +5,8 @@ What most stages do not need is in ``fpipe.passes`` and loaded by name. Nothing 
 schedules.
 """
 
+from .internals import setting
 from .tensor_state import fake_tensors
 from .wrappers import BLOCKS, RECORDING, Block, block, remat
 
-__all__ = ["BLOCKS", "RECORDING", "Block", "block", "fake_tensors", "remat"]
+__all__ = ["BLOCKS", "RECORDING", "Block", "block", "fake_tensors", "remat", "setting"]

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..actions.product import feature
+from ..errors import StageError
 from ..stage import Stage
 from .internals import exclusive, surroundings
 from .program import Programs
@@ -88,7 +89,13 @@ def programs_of(
     try:
         programs = store.get(key)
     except TypeError as error:
-        raise feature("explain").unhashable_error(stage.label, error) from error
+        remedy = 'numbers, strings or None, or register its class (optree, namespace="fpipe")'
+        if "ndarray" in str(error):
+            remedy = "torch.from_numpy(...) of it, which shares its memory"
+        raise StageError(
+            f"stage {stage.label}: a leaf that is neither a tensor nor hashable came in ({error}); "
+            f"pass {remedy}"
+        ) from error
     if programs is None:
         with exclusive():  # torch's tracing changes state of the process
             if isinstance(store, Traces):

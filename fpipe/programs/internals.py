@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from threading import RLock
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import fx
@@ -24,9 +25,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actions.product import feature
+from ..errors import GroupError
 from ..tree import AbstractTree, Aval
 from .operations import Operation
 
+T = TypeVar("T")
 Op: TypeAlias = torch._ops.OpOverload
 #: The device types for which autocast is on, each with its dtype.
 Ambient: TypeAlias = tuple[tuple[str, torch.dtype], ...]
@@ -436,6 +439,22 @@ def tensors_in(values: Iterable[object]) -> list[torch.Tensor]:
 
 
 # ---- threads ----
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A context in which a variable has another value.
+
+    >>> number = ContextVar("number", default=1)
+    >>> with setting(number, 2):
+    ...     number.get()
+    2
+    """
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 #: Held by the thread that draws, or that traces a function.
 _LOCK = RLock()
 #: The seconds that a thread waits for it. Programs of two threads that also communicate could wait
@@ -451,7 +470,11 @@ def exclusive() -> Iterator[None]:
     ...     pass
     """
     if not _LOCK.acquire(timeout=PATIENCE):
-        raise feature("explain").busy_error(PATIENCE)
+        raise GroupError(
+            f"another thread has drawn random numbers or traced a function for {PATIENCE:g} "
+            "seconds, and only one thread of a process can; run pipelines that draw inside "
+            "collectives in processes of their own"
+        )
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
+from ..errors import StageError
 from ..stage import Stage, as_stage, keyword_only
 from ..tree import AbstractTree, Aval, Tree
 from .internals import (
@@ -25,6 +26,7 @@ from .internals import (
     fake_inputs,
     is_fake,
     pure_on_fakes,
+    setting,
     tensors_in,
     unseeded,
 )
@@ -155,24 +157,38 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
     state = AbstractTree.of(result.state) if stage.state else None
     for leaf in () if state is None else state.leaves:
         if not isinstance(leaf, Aval):
-            raise feature("explain").state_error(stage.label, leaf)
+            raise StageError(
+                f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors (a "
+                "number would make each microbatch another program); write torch.tensor(0) for a "
+                "counter"
+            )
     return Outputs(y, aux, state, copies)
 
 
 def _check_leaves(stage: Stage, ys: Sequence[object]) -> None:
     for leaf in ys:
+        what = type(leaf).__name__
         fits = isinstance(leaf, LITERALS)
         if isinstance(leaf, torch.Tensor):
             fits = leaf.layout is torch.strided and Aval.like(leaf).kind is None
+            if leaf.layout is not torch.strided:
+                what = f"{leaf.layout} tensor"
         if not fits:
-            raise feature("explain").unsendable_error(stage.label, leaf)
+            raise StageError(
+                f"stage {stage.label} returns a {what}, which cannot be sent to the next stage; "
+                "return tensors (of a DTensor: its to_local()) and plain numbers, or register its "
+                'class as a pytree (optree, namespace="fpipe")'
+            )
 
 
 def check_aux(stage: Stage, aux: object) -> None:
     """Raise StageError if a stage has an auxiliary loss that is not one floating number."""
     scalar = isinstance(aux, torch.Tensor) and not aux.dim() and aux.is_floating_point()
     if stage.aux_loss and not scalar:
-        raise feature("explain").aux_error(stage.label, aux)
+        raise StageError(
+            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating "
+            f"tensor without axes; its second value is {tree.describe([aux])}"
+        )
 
 
 # ---- the call ----
@@ -210,17 +226,14 @@ def call(
     p, x, side, state = (
         tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True)
     )
-    token = RUNNING.set(stage.label)
     try:
-        with torch.enable_grad():
+        with setting(RUNNING, stage.label), torch.enable_grad():
             if copies:
                 x = copied(x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     except BaseException as error:
         feature("explain").leave_checkpoints(error)
         raise
-    finally:
-        RUNNING.reset(token)
     return result_of(stage, out)
 
 
@@ -238,7 +251,11 @@ def result_of(stage: Stage, out: object) -> Result:
     if len(names) == 1:
         return Result(out)
     if not isinstance(out, tuple) or len(out) != len(names):
-        raise feature("explain").parts_error(stage.label, names, out)
+        count = f" of {len(out)}" if isinstance(out, tuple) else ""
+        raise StageError(
+            f"stage {stage.label} must return ({', '.join(names)}), but it returned a "
+            f"{type(out).__name__}{count}"
+        )
     return Result(out[0], out[1] if stage.aux_loss else None, out[-1] if stage.state else None)
 
 
@@ -293,7 +310,9 @@ def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
 def with_aux(result: object) -> tuple[Any, Any]:
     """The scalar and the second value that a loss with has_aux=True returned."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise feature("explain").pair_error(result)
+        raise StageError(
+            f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
+        )
     return result
 
 
@@ -301,5 +320,13 @@ def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
     """Raise StageError if the first tensor that a loss returned is not one floating number."""
     if isinstance(first, torch.Tensor):
         first = Aval.like(first)
-    if first is None or first.shape != () or not first.dtype.is_floating_point:
-        raise feature("explain").scalar_error(label, first)
+    if first is None or first.shape != ():
+        raise StageError(
+            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
+            f"anything); it returned {'no tensor' if first is None else first}. A number, as "
+            "item() and float() return, has no gradient"
+        )
+    if not first.dtype.is_floating_point:
+        raise StageError(
+            f"the loss {label} must be floating, not {first.dtype}; take .float() of it"
+        )

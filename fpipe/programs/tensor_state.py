@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
@@ -67,13 +67,3 @@ def fake_tensors() -> AbstractContextManager[object]:
 # ---- graphs of autograd ----
 #: Whether backwards keep the graphs that they go through, for another one of the same forward.
 RETAINED = ContextVar("RETAINED", default=False)
-
-
-@contextmanager
-def retaining(on: bool) -> Iterator[None]:
-    """Set ``RETAINED`` inside."""
-    token = RETAINED.set(on)
-    try:
-        yield
-    finally:
-        RETAINED.reset(token)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
@@ -40,6 +41,7 @@ from .internals import (
     operator_of,
     pure_on_fakes,
     quiet,
+    setting,
     without_autocast,
 )
 from .operations import Operation, Ref, Value
@@ -110,16 +112,11 @@ def _recorded(
             calls.append(blocks.Calls(stage.label, sizes))
         return blocks.called(calls[0], block, args, kwargs)
 
-    token = BLOCKS.set(on_block)
-    try:
+    with suppress(InexactError), setting(BLOCKS, on_block):
         outputs, graph = record()
         for record_of_calls in calls:
             feature("blocks.inlining").inline(graph, record_of_calls.calls)
         return outputs, graph
-    except InexactError:
-        pass
-    finally:
-        BLOCKS.reset(token)
     return record()
 
 

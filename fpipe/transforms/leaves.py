@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
+from ..programs.internals import setting
 from ..programs.tensor_state import wrapped
 from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree_map, unmatched
 from . import foreach as F
@@ -205,12 +206,9 @@ def recording(*columns: Iterable[object]) -> Iterator[None]:
     tensors = [leaf for column in columns for leaf in column if isinstance(leaf, Tensor)]
     recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors)
     # forward mode and vmap do not set requires_grad
-    before = F.TRANSFORMED.set(F.TRANSFORMED.get() or wrapped(*tensors))
-    try:
-        with torch.set_grad_enabled(recorded):
-            yield
-    finally:
-        F.TRANSFORMED.reset(before)
+    transformed = F.TRANSFORMED.get() or wrapped(*tensors)
+    with setting(F.TRANSFORMED, transformed), torch.set_grad_enabled(recorded):
+        yield
 
 
 def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:

@@ -19,12 +19,12 @@ from torch.func import functional_call
 
 from ... import tree
 from ...errors import StageError
-from ...programs import remat
+from ...programs import remat, setting
 from ...tree import Tree
 from ..layer_blocks import make_block
 from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
 from .crossing import Flow, Part, Sizes
-from .recording import INPUT, Call, Forward, Value, observe, observed_by, result_of
+from .recording import INPUT, OBSERVER, Call, Forward, Value, observe, result_of
 from .units import Units
 
 
@@ -162,7 +162,7 @@ class ModelPart(ModuleFunction):
         visits = self._visits(received)
         next(visits)
         try:
-            with observed_by(visits.send):
+            with setting(OBSERVER, visits.send):
                 out = functional_call(self.module, tensors, (), arguments, tie_weights=False)
         except _DoneError as done:
             if len(done.sent) == 1:

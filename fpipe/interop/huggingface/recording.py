@@ -8,8 +8,7 @@ stages. This module must not know stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import tree
 from ...errors import StageError
+from ...programs import setting
 from ...tree import Tree
 
 Forward: TypeAlias = Callable[..., Tree]
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 Observer: TypeAlias = Callable[[Call], Tree]
 
 #: What observes the calls of units that are not inside of another unit.
-_OBSERVER: ContextVar[Observer | None] = ContextVar("_OBSERVER", default=None)
+OBSERVER: ContextVar[Observer | None] = ContextVar("OBSERVER", default=None)
 
 
 def observe(module: nn.Module, unit: str) -> None:
@@ -49,21 +49,11 @@ def observe(module: nn.Module, unit: str) -> None:
 
 
 def _observed_call(unit: str, forward: Forward, *args: Tree, **kwargs: Tree) -> Tree:
-    observer = _OBSERVER.get()
+    observer = OBSERVER.get()
     if observer is None:
         return forward(*args, **kwargs)
-    with observed_by(None):
+    with setting(OBSERVER, None):
         return observer(Call(unit, forward, args, kwargs))
-
-
-@contextmanager
-def observed_by(observer: Observer | None) -> Iterator[None]:
-    """Return a context in which calls of units are observed."""
-    token = _OBSERVER.set(observer)
-    try:
-        yield
-    finally:
-        _OBSERVER.reset(token)
 
 
 def result_of(out: Tree) -> Tensor:
@@ -146,7 +136,7 @@ class Recording(TorchDispatchMode):
     ) -> Recording:
         """Run a clone of the model, whose units are observed, with these parameters and buffers."""
         arguments = {**self.inputs, **self.side, **keywords}
-        with torch.no_grad(), self, observed_by(self._visit):
+        with torch.no_grad(), self, setting(OBSERVER, self._visit):
             out = functional_call(whole, dict(tensors), (), arguments, tie_weights=False)
         self.result = result_of(out)
         self.uses = self._among(self.result)
@@ -160,7 +150,7 @@ class Recording(TorchDispatchMode):
         kwargs: Mapping[str, Tree] | None = None,
     ) -> Tree:
         out = func(*args, **(kwargs or {}))
-        between_units = _OBSERVER.get() is not None
+        between_units = OBSERVER.get() is not None
         if between_units and func.overloadpacket not in _SIZES:
             labels = self._among((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:

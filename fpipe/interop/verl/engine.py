@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, value_and_grad
 from ...errors import ScheduleError, StageError, UnsupportedError
+from ...programs import setting
 from ...saving import export_model
 from ...stage import Stage
 from .._rl import models
@@ -25,7 +26,7 @@ from .._rl.sequences import Tokens, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
 from .learning_rates import scheduler_of
-from .losses import Batch, Loss, asked, like
+from .losses import CURRENT, Batch, Loss, asked, like
 
 base = import_module("verl.workers.engine.base")
 engines = import_module("verl.workers.engine.utils")
@@ -239,7 +240,7 @@ class FpipeEngine(base.BaseEngine):
             positions = batch["position_ids"].to(self.device)
             tokens.append(tokens_of(ids, positions, batch["temperature"]))
         keep_outputs = forward_only or asked(data, "return_model_output")
-        with Batch(batches, tokens, loss_function, keep_outputs).current():
+        with setting(CURRENT, Batch(batches, tokens, loss_function, keep_outputs)):
             rows = self._run(tokens, forward_only)
         return engines.postprocess_batch_func(output_lst=rows or [], indices=indices, data=data)
 

@@ -7,8 +7,7 @@ It runs on autograd, so that loss functions may return any metrics and look at n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
@@ -42,17 +41,9 @@ class Batch:
     function: Callable[..., tuple[Tensor, object]] | None
     keep_outputs: bool
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Return a context in which losses are those of this batch."""
-        token = _CURRENT.set(self)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
 
-
-_CURRENT: ContextVar[Batch] = ContextVar("_CURRENT")
+#: The batch whose losses are computed.
+CURRENT: ContextVar[Batch] = ContextVar("CURRENT")
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Loss:
 
     def __call__(self, logits: Tensor, number: Tensor) -> tuple[Tensor, Row]:
         """Return the loss of a microbatch, and what verl wants to know of it."""
-        call = _CURRENT.get()
+        call = CURRENT.get()
         index = int(number)
         batch = call.parts[index].to(self.device)
         outputs = self._outputs(logits, call.tokens[index], batch)

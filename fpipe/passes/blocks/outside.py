@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch.fx.traceback import current_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...programs.internals import setting
 from ...programs.wrappers import BLOCKS
 
 
@@ -16,11 +17,9 @@ from ...programs.wrappers import BLOCKS
 def outside() -> Iterator[None]:
     """Run without the modes, the annotations and the blocks of the trace that is going on."""
     annotations = current_meta.pop("custom", None)
-    token = BLOCKS.set(None)
     try:
-        with _disable_current_modes():
+        with setting(BLOCKS, None), _disable_current_modes():
             yield
     finally:
-        BLOCKS.reset(token)
         if annotations is not None:
             current_meta["custom"] = annotations

@@ -34,6 +34,7 @@ from ...programs.internals import (
     is_fake,
     pure_on_fakes,
     quiet,
+    setting,
     storage_id,
     tensors_in,
     written,
@@ -172,11 +173,8 @@ def run_recording(
     """
     if isinstance(stage.fn, Remat):
         stage = replace(stage, fn=stage.fn.fn)
-    token = RECORDING.set(True)
-    try:
+    with setting(RECORDING, True):
         return call(stage, signature, groups, copies)
-    finally:
-        RECORDING.reset(token)
 
 
 def wrote_into_input(before: Sequence[Sequence[int]], groups: Groups) -> bool:

@@ -24,6 +24,7 @@ from ...engine.execute import WATCH, Executable
 from ...errors import FpipeError
 from ...lowering.instruction import Instruction, Registers, StepFn
 from ...lowering.instructions import Recv, Send, Wait
+from ...programs.internals import setting
 from ...tree import Spec
 
 _QUESTIONS = 12
@@ -168,11 +169,8 @@ def recording() -> Iterator[list[Log]]:
         marks = log.starts.append, log.ends.append, log.clock.mark
         return enumerate([_timed(step, *marks) for step in steps], first)
 
-    before = WATCH.set(watch)
-    try:
+    with setting(WATCH, watch):
         yield logs
-    finally:
-        WATCH.reset(before)
 
 
 def _timed(
