@@ -37,37 +37,6 @@ def wrong_size(schedule: Rows) -> ScheduleError:
     )
 
 
-def no_action(rows: Sequence[Row]) -> ScheduleError:
-    """The error for a schedule without rows, or with a cell that is no action."""
-    if not rows:
-        return ScheduleError(
-            "a schedule needs at least one rank; give one row of actions per rank", rule="ranks"
-        )
-    cell = next(cell for row in rows for cell in row if type(cell) not in (Action, Fused))
-    remedy = "give Action(stage, op, microbatch), or text to Schedule.parse"
-    return ScheduleError(f"{str(cell)[:40]!r} is not an action; {remedy}", rule="action")
-
-
-def no_integers() -> ScheduleError:
-    """The error for actions whose fields have wrong types."""
-    return ScheduleError(
-        "the stages and microbatches of actions must be integers, and the parts of a Fused be "
-        "actions",
-        rule="action",
-    )
-
-
-def no_slicing(present: int, slices: object) -> ScheduleError:
-    """The error for a schedule that cannot be cut into so many slices."""
-    if present > 1:
-        has = f"the schedule has {present} slices already"
-    else:
-        has = f"slices={slices!r}"
-    return ScheduleError(
-        f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices"
-    )
-
-
 def wrong_cell(schedule: Rows) -> ScheduleError:
     """The error for a cell that is no action, out of range, on a wrong rank, or there twice."""
     rows, placement, units, slices = schedule
@@ -311,15 +280,9 @@ def _window(rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> Iterator[
         line = f"    rank {rank:{width}} | " + "... " * (first > 0)
         marks = ""
         for position in range(first, max(stop, place + 1)):
-            if position < len(row):
-                cell = _clip(row[position])
-            else:
-                cell = " "
+            cell = _clip(row[position]) if position < len(row) else " "
             if (rank, position) in places:
-                if (rank, position) == places[0]:
-                    mark = "^"
-                else:
-                    mark = "~"
+                mark = "^" if (rank, position) == places[0] else "~"
                 marks = marks.ljust(len(line)) + mark * len(cell)
                 marked.add((rank, position))
             line += cell + " "

@@ -342,15 +342,10 @@ def same_call(number: int, group: Group) -> None:
 
 
 def as_group(option: str, value: object) -> Group:
-    """Return ``value``; GroupError if it is no group."""
+    """Return ``value``; GroupError if it is no group, as a process group of torch is none."""
     if isinstance(value, Group):
         return value
-    raise no_group(option, value)
-
-
-def no_group(option: str, value: object) -> GroupError:
-    """The error for an option that is no group, such as a process group of torch."""
-    return GroupError(
+    raise GroupError(
         f"{option}={value!r} is no group of ranks; pass fpipe.init(), fpipe.local(ranks), or "
         "fpipe.adopt(process_group)"
     )

@@ -20,6 +20,7 @@ import torch
 
 from .. import tree
 from ..collectives.group import Group
+from ..errors import GroupError, StageError
 from ..generators import Source, is_path, schedule_from
 from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
@@ -188,7 +189,12 @@ class Config:
     def check_params(self, params: Sequence[Tree]) -> None:
         """Raise StageError unless params has one entry for each stage."""
         if not isinstance(params, (list, tuple)) or len(params) != self.stages:
-            raise mistakes.wrong_params(params, self.stages)
+            is_list = isinstance(params, (list, tuple))
+            got = f"{len(params)} entries" if is_list else f"a {type(params).__name__}"
+            raise StageError(
+                f"params must be a list with one pytree for each of the {self.stages} stages, in "
+                f"stage order; got {got}"
+            )
 
 
 #: Options whose defaults need no check.
@@ -232,8 +238,17 @@ def claimed(*groups: Group) -> Iterator[None]:
         for group in groups:
             # ``setdefault`` is one step that no other thread interrupts.
             user = group.__dict__.setdefault(_CALLER, caller)
+            if user is not caller and user == caller:
+                raise GroupError(
+                    f"{group!r} is in use by another call of this thread, from whose stage, loss "
+                    "or each= this one comes; run the inner pipeline on a group of its own, or "
+                    "after the outer call"
+                )
             if user is not caller:
-                raise mistakes.in_use(group, nested=user == caller)
+                raise GroupError(
+                    f"{group!r} is in use by another thread; give each thread a group of its own, "
+                    "or let the threads take turns"
+                )
             reserved.append(group)
         yield
     finally:

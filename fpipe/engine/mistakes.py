@@ -16,7 +16,7 @@ import torch
 
 from ..actions.text import counted
 from ..collectives.group import Group
-from ..errors import BatchError, GroupError, StageError
+from ..errors import BatchError, StageError
 from ..programs.spent import Spent
 from ..schedule import Schedule
 
@@ -58,18 +58,6 @@ def wrong_schedule(
 
 
 # ---- arguments of a call ----
-def wrong_params(params: object, stages: int) -> StageError:
-    """The error for params that are not one entry for each stage."""
-    if isinstance(params, (list, tuple)):
-        got = f"{len(params)} entries"
-    else:
-        got = f"a {type(params).__name__}"
-    return StageError(
-        f"params must be a list with one pytree for each of the {stages} stages, in stage order; "
-        f"got {got}"
-    )
-
-
 def check_call(has_loss: bool, has_aux: bool, each: object, scale: Any) -> None:
     """Raise BatchError where an option of a call has a value that is not allowed."""
     if has_aux and not has_loss:
@@ -102,17 +90,6 @@ def no_graph(**_: object) -> None:
 
 #: Attributes of the loss that a call returns. Without a state it is pickled as any tensor.
 LOSS = {"backward": no_graph, "__getstate__": dict}
-
-
-def no_count(counts: Set[int]) -> BatchError:
-    """The error for arguments without a number of microbatches, or with several ``counts``."""
-    if counts:
-        return BatchError(
-            f"the arguments hold {sorted(counts)} microbatches; give every argument the same number"
-        )
-    return BatchError(
-        "how many microbatches? say pipeline(..., microbatches=8) or pass fpipe.Microbatches([...])"
-    )
 
 
 def check_sliced(leaves: Sequence[object], slices: int) -> None:
@@ -261,29 +238,3 @@ def warn_of_shapes(spent: Sequence[Sequence[Spent]], limit: float) -> None:
             "trace each time; as a tensor, torch.tensor(...), it costs one",
             stacklevel=2,
         )
-
-
-# ---- groups ----
-def in_use(group: Group, nested: bool) -> GroupError:
-    """The error for a group that another call uses."""
-    if nested:
-        return GroupError(
-            f"{group!r} is in use by another call of this thread, from whose stage, loss or each= "
-            "this one comes; run the inner pipeline on a group of its own, or after the outer call"
-        )
-    return GroupError(
-        f"{group!r} is in use by another thread; give each thread a group of its own, or let the "
-        "threads take turns"
-    )
-
-
-def surrounded(stage: str | None) -> StageError:
-    """The error for a plan that would run inside a stage, or inside a torch.func transform."""
-    if stage is None:
-        where = "a torch.func transform"
-    else:
-        where = f"stage {stage}"
-    return StageError(
-        f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, "
-        "fpipe.grad or fpipe.value_and_grad there, or torch.func's transforms of them"
-    )

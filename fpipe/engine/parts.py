@@ -20,6 +20,7 @@ import torch
 
 from .. import tree
 from ..actions.product import feature
+from ..errors import BatchError
 from ..tree import AbstractTree, Tree
 from . import mistakes
 from .microbatches import Absent, Microbatches
@@ -35,8 +36,15 @@ def count(batches: Sequence[Tree], microbatches: int | None) -> int:
     counts = {len(batch) for batch in batches if isinstance(batch, Microbatches)}
     if len(counts) == 1:
         return counts.pop()
-    if counts or microbatches is None:
-        raise mistakes.no_count(counts)
+    if counts:
+        raise BatchError(
+            f"the arguments hold {sorted(counts)} microbatches; give every argument the same number"
+        )
+    if microbatches is None:
+        raise BatchError(
+            "how many microbatches? say pipeline(..., microbatches=8) or pass "
+            "fpipe.Microbatches([...])"
+        )
     return microbatches
 
 

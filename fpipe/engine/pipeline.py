@@ -16,7 +16,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from ..actions.product import feature, product
-from ..collectives.group import Group, no_group
+from ..collectives.group import Group, as_group
 from ..collectives.setup import init
 from ..errors import StageError
 from ..generators import Source
@@ -287,7 +287,7 @@ def pipeline(
     if group is None:
         group = init()
     if not isinstance(group, Group):
-        raise no_group("group", group)
+        as_group("group", group)  # raises
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
     if schedule == "auto" or isinstance(schedule, Choice):
@@ -342,6 +342,3 @@ def _copies(dp: Copies | Group | None, reduction: Reduction) -> Copies | None:
     if value.reduction is not None:
         return value
     return replace(value, reduction="mean" if reduction == "mean" else "sum")
-
-
-__all__ = ["Pipeline"]
