@@ -274,10 +274,7 @@ class Costs:
         {'F': (10.0,), 'B': (-10.0,), 'I': (-6.0,), 'W': (-4.0,)}
         """
         saved = self.spread("saved", stages)
-        if self.kept is None:
-            kept = saved
-        else:
-            kept = self.spread("kept", stages)
+        kept = saved if self.kept is None else self.spread("kept", stages)
         return {
             op: tuple(kind.saved * s + kind.kept * k for s, k in zip(saved, kept, strict=True))
             for op, kind in KINDS.items()

@@ -129,11 +129,10 @@ def parse_csv(text: str, track: Track = iter) -> tuple[Row, ...]:
     if lines[-1] == "":
         lines.pop()
     slices = _slices(text)
-    rows: list[Row] = []
-    for rank, line in enumerate(track(lines)):
-        place = _Line(line, rank + 1, rank, slices)
-        rows.append(tuple(_cells(line, place, 0, csv=True)))
-    return tuple(rows)
+    return tuple(
+        tuple(_cells(line, _Line(line, rank + 1, rank, slices), 0, csv=True))
+        for rank, line in enumerate(track(lines))
+    )
 
 
 def _slices(text: str) -> int:

@@ -306,10 +306,7 @@ class Timeline:
             other = stage + KINDS[op].needs[-1][1]  # only the last fact is of another stage
             if 0 <= other < len(path) and path[other] != path[stage]:
                 messages += times
-                if self.boundary:
-                    boundary = self.boundary[min(stage, other)]
-                else:
-                    boundary = 0.0
+                boundary = self.boundary[min(stage, other)] if self.boundary else 0.0
                 amounts.append(times * share * boundary)
         return messages, fsum(amounts)
 

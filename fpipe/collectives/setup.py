@@ -195,10 +195,7 @@ def adopt(
     carried = backends_of(pg)
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None and accelerator.type in carried:
-            device = accelerator
-        else:
-            device = "cpu"
+        device = accelerator if accelerator and accelerator.type in carried else "cpu"
     return C10dGroup(pg, current(device), _seconds(timeout), capabilities)
 
 

@@ -60,10 +60,7 @@ def _rows(dy: Tree, outputs: Sequence[AbstractTree], uniform: bool) -> list[Sequ
     """The leaves of ``dy`` by microbatch; a tensor of the whole batch is cut."""
     if uniform and not isinstance(dy, Microbatches):
         return _cut(_leaves(dy, outputs[0]), outputs, 0)
-    if isinstance(dy, (Microbatches, list, tuple)):
-        parts = list(dy)
-    else:
-        parts = []
+    parts = list(dy) if isinstance(dy, (Microbatches, list, tuple)) else []
     if len(parts) != len(outputs):
         raise BatchError(
             f"dy must be Microbatches of {len(outputs)} parts, one for each microbatch of the "
@@ -86,10 +83,7 @@ def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> l
     out = list[Row]()
     for row, y in zip(rows, units, strict=True):
         avals = {index: aval for index, aval in y.avals.items() if aval.grad}
-        if here:
-            given = tuple(leaf for leaf in row if leaf is not None)
-        else:
-            given = None
+        given = tuple(leaf for leaf in row if leaf is not None) if here else None
         shared = config.group.share(given, tuple(map(spec_of, avals.values())), ranks[0])
         by_leaf = dict(zip(avals, shared, strict=True))
         out.append([by_leaf.get(index) for index in range(len(y.leaves))])
@@ -112,10 +106,7 @@ def _whole(slices: Sequence[AbstractTree]) -> AbstractTree:
 def _joined(parts: Sequence[Aval], axis: int) -> tuple[int, ...]:
     """The shape of tensors that are joined along an axis, or stacked there."""
     first = parts[0].shape
-    if axis < len(first):
-        size = sum(part.shape[axis] for part in parts)
-    else:
-        size = len(parts)
+    size = sum(part.shape[axis] for part in parts) if axis < len(first) else len(parts)
     return (*first[:axis], size, *first[axis + 1 :])
 
 

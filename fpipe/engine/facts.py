@@ -41,10 +41,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
     xs = [x for x, _, _ in request.kinds]
     targets = [target for _, targets, _ in request.kinds for target in targets]
     strides = [[leaf.stride for leaf in x.leaves if isinstance(leaf, Aval)] for x in xs]
-    if len(request.kinds) > 1:
-        kinds = str(request.kind_of)
-    else:
-        kinds = "(one)"
+    kinds = str(request.kind_of) if len(request.kinds) > 1 else "(one)"
     reduction = config.reduction
     if not isinstance(reduction, str):
         reduction = f"weighted by {named(reduction.fn)}"
@@ -115,10 +112,7 @@ def named(function: Callable[..., Any]) -> str:
     code = _code(function)
     if code is None:
         named_by = type(function)
-        if isinstance(function, torch.nn.Module):
-            method = "forward"
-        else:
-            method = "__call__"
+        method = "forward" if isinstance(function, torch.nn.Module) else "__call__"
         code = _code(getattr(named_by, method))
     text = named_by.__qualname__.rpartition("<locals>.")[2]
     if code is not None:

@@ -44,10 +44,7 @@ class Outputs(Results):
             returned = self._returned
         out = []
         for value in values:
-            if tree.is_tensor(value):
-                at = tree.address(value)
-            else:
-                at = 0
+            at = tree.address(value) if tree.is_tensor(value) else 0
             shared = at in self._callers or at in returned
             out.append(value.clone(memory_format=torch.contiguous_format) if shared else value)
             returned |= {at} - {0}

@@ -43,10 +43,7 @@ def lacking(kind: TracedKind, after: TracedKind | None) -> tuple[int, frozenset[
         unused = graph.unused(stage)
         carries = _unused_carries(kind, stage, after)
         programs = kind.local(stage)
-        if programs is None:
-            known = frozenset[int]()
-        else:
-            known = programs.outputs.unused
+        known = frozenset[int]() if programs is None else programs.outputs.unused
         if any(kind.interfaces[stage].dys[j] for j in unused) or not carries <= known:
             return stage, unused | carries
     return None

@@ -17,13 +17,11 @@ from ..errors import StageError, checked
 from ..stage import Stage, keyword_only
 from ..tree import Tree
 from .module_function import ModuleFunction, changing_buffers, claims, refuse_hooks, tensors_of
-from .modules import from_module
+from .modules import Results, from_module
 from .replacements import replaced, replacements
 
 #: By stage, tensors by name; None for a stage that this process does not have.
 ByStage: TypeAlias = list[dict[str, Tensor] | None]
-#: Gradients, or states, as calls return them.
-Results: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 
 
 class BoundFunction(ModuleFunction):
@@ -272,10 +270,11 @@ def bound_to(
         others: all stages, as they were described when an earlier pipeline was built.
         options: of the stages of this process.
     """
-    rows = list[dict[str, Tensor]]()
-    for module, state in zip(modules, states, strict=True):
-        tensors = {} if module is None else tensors_of(module)
-        rows.append({name: tensor for name, tensor in tensors.items() if name not in state})
+    held = [{} if module is None else tensors_of(module) for module in modules]
+    rows = [
+        {name: tensor for name, tensor in tensors.items() if name not in state}
+        for tensors, state in zip(held, states, strict=True)
+    ]
     whole = {f"{number}.{n}": t for number, row in enumerate(rows) for n, t in row.items()}
     owned = claims(rows, whole)
     stages = list[Stage]()

@@ -30,9 +30,9 @@ from .module_function import (
     tensors_of,
 )
 
-#: By stage, tensors by name; None for a stage on another process, and for a tensor that is left as
-#: it is.
-ByStage: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
+#: Tensors by name for each stage, as calls return gradients or states; None for a stage on another
+#: process, and for a tensor that is left as it is.
+Results: TypeAlias = Sequence[Mapping[str, Tensor | None] | None]
 
 
 def from_module(
@@ -109,8 +109,8 @@ def from_module(
 
 def to_module(
     model: nn.Module,
-    params: ByStage,
-    state: ByStage | None = None,
+    params: Results,
+    state: Results | None = None,
     *,
     gather: Pipeline | None = None,
 ) -> nn.Module:
@@ -163,7 +163,7 @@ def to_module(
     return model
 
 
-def _write_rows(targets: Mapping[str, Tensor], rows: ByStage) -> None:
+def _write_rows(targets: Mapping[str, Tensor], rows: Results) -> None:
     for stage, row in enumerate(rows):
         for name, value in (row or {}).items():
             if value is not None:

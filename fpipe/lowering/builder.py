@@ -239,12 +239,10 @@ class Builder:
             senders = [stage]
             if fact == "I" and stage == self.job.stages - 1:
                 senders = [stage + 1, stage]
-            sendings = []
-            for sender in senders:
-                routes = self.messages.outgoing(sender, fact, mb)
-                if routes:
-                    sendings.append(_sending(sender, fact, routes))
-            self._sendings[memo] = sendings
+            routes = ((sender, self.messages.outgoing(sender, fact, mb)) for sender in senders)
+            self._sendings[memo] = [
+                _sending(sender, fact, by_rank) for sender, by_rank in routes if by_rank
+            ]
         return self._sendings[memo]
 
     def _send(self, sends: list[tuple[Action, _Sending]]) -> list[tuple[Action, _Sending]]:

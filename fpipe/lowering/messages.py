@@ -84,10 +84,11 @@ class Messages:
 
     def _channels(self) -> Iterator[Channel]:
         """A channel for each rank that sends to this one."""
-        senders = set[int]()
-        for (stage, _, _, index), routes in self._routes.items():
-            if any(rank == self.rank for rank, _ in routes):
-                senders.add(_rank_of(stage, self.placement.paths[index]))
+        senders = {
+            _rank_of(stage, self.placement.paths[index])
+            for (stage, _, _, index), routes in self._routes.items()
+            if any(rank == self.rank for rank, _ in routes)
+        }
         for src in sorted(senders):
             messages = list(self._messages_from(src))
             end = len(messages)

@@ -60,10 +60,8 @@ class SliceCall:
         carry = self._copied(carry)
         out = self.fn(params, *state, carry, x, **side)
         if not isinstance(out, tuple) or len(out) != 2 + len(self.extras):
-            if isinstance(out, tuple):
-                what = f"a tuple of {len(out)}"
-            else:
-                what = f"a {type(out).__name__}"
+            is_tuple = isinstance(out, tuple)
+            what = f"a tuple of {len(out)}" if is_tuple else f"a {type(out).__name__}"
             raise StageError(
                 f"stage {self.label} has carry=True, so it must return "
                 f"({', '.join(('y', 'carry', *self.extras))}); it "
@@ -223,10 +221,10 @@ def _crosses(names: Sequence[str], plain: int, results: Sequence[str | None], ot
     The first ``plain`` names, and the first ``others`` of the results, are not.
     """
     of_carry = {name: place >= plain for place, name in enumerate(names)}
-    for place, name in enumerate(results):
-        if name in of_carry and of_carry[name] != (place >= others):
-            return True
-    return False
+    return any(
+        name in of_carry and of_carry[name] != (place >= others)
+        for place, name in enumerate(results)
+    )
 
 
 def check_carry(what: str, stage: Stage) -> None:
@@ -240,11 +238,8 @@ def check_carry(what: str, stage: Stage) -> None:
         )
     if given and not stage.carry:
         raise StageError(f"{what} has initial_carry= without carry=True; give both, or neither")
-    if given and not callable(stage.initial_carry):
-        leaves = tree.leaves(stage.initial_carry)
-    else:
-        leaves = ()
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+    leaves = () if callable(stage.initial_carry) else tree.leaves(stage.initial_carry)
+    if given and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise StageError(
             f"initial_carry of {what} has a tensor that requires a gradient, which it does not "
             "get; make it a "

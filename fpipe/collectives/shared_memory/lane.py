@@ -58,12 +58,12 @@ def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
     >>> [piece.size // LARGE for piece in pieces((2 * LARGE,))]
     [1, 1]
     """
-    message = []
-    for buffer, size in enumerate(sizes):
-        for start in range(0, size, LARGE):
-            nbytes = min(LARGE, size - start)
-            message.append(Piece(buffer, start, nbytes, aligned(nbytes)))
-    return tuple(message)
+    places = (
+        (buffer, start, min(LARGE, size - start))
+        for buffer, size in enumerate(sizes)
+        for start in range(0, size, LARGE)
+    )
+    return tuple(Piece(buffer, start, nbytes, aligned(nbytes)) for buffer, start, nbytes in places)
 
 
 class _End:

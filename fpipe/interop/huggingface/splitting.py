@@ -136,10 +136,8 @@ def _first_layers(
         return cuts
     if not isinstance(n, int) or not 1 <= n <= count + 1:
         raise StageError(f"n={n!r} stages of {count} layers and a head; give 1 to {count + 1}")
-    sizes = list[int]()
-    for visit in flow.visits:
-        unit = model.get_submodule(visit.unit)
-        sizes.append(sum(p.numel() for p in unit.parameters() if p.dim() > 1))
+    units = (model.get_submodule(visit.unit) for visit in flow.visits)
+    sizes = [sum(p.numel() for p in unit.parameters() if p.dim() > 1) for unit in units]
     costs = [*(sizes[number] for number in layers), sum(sizes[layers[-1] + 1 :])]
     return balance(costs, n, "GPipe", microbatches=2).starts[1:]
 

@@ -234,11 +234,14 @@ class FpipeEngine(base.BaseEngine):
                 "sequences with padding are not supported by engine=fpipe; set "
                 "model.use_remove_padding=True"
             )
-        tokens = list[Tokens]()
-        for batch in batches:
-            ids = batch["input_ids"].to(self.device)
-            positions = batch["position_ids"].to(self.device)
-            tokens.append(tokens_of(ids, positions, batch["temperature"]))
+        tokens = [
+            tokens_of(
+                batch["input_ids"].to(self.device),
+                batch["position_ids"].to(self.device),
+                batch["temperature"],
+            )
+            for batch in batches
+        ]
         keep_outputs = forward_only or asked(data, "return_model_output")
         with setting(CURRENT, Batch(batches, tokens, loss_function, keep_outputs)):
             rows = self._run(tokens, forward_only)

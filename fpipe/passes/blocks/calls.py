@@ -333,11 +333,8 @@ def _uses(ends: Sequence[Tensor], given: Sequence[Tensor]) -> list[int]:
             behind = [(upper, port) for upper, port in node.next_functions if upper is not None]
             edges.update(behind)
             stack += [upper for upper, _ in behind]
-    uses = []
-    for tensor in given:
-        edge = get_gradient_edge(tensor) if tensor.requires_grad else None
-        uses.append(0 if edge is None else edges[edge.node, edge.output_nr])
-    return uses
+    own = (get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in given)
+    return [0 if edge is None else edges[edge.node, edge.output_nr] for edge in own]
 
 
 def _check(graph: fx.GraphModule, ends: Sequence[fx.Node]) -> None:

@@ -61,11 +61,11 @@ def _balanced(tasks: Sequence[Task]) -> list[Task]:
     """The tasks with transfers that take as long together as all compute."""
     compute = sum(task.nanoseconds for task in tasks)
     carried = sum(transfer.nanoseconds for task in tasks for transfer in task.starts)
-    balanced = []
-    for task in tasks:
-        starts = [t._replace(nanoseconds=t.nanoseconds * compute // carried) for t in task.starts]
-        balanced.append(replace(task, starts=tuple(starts)))
-    return balanced
+
+    def longer(transfer):
+        return transfer._replace(nanoseconds=transfer.nanoseconds * compute // carried)
+
+    return [replace(task, starts=tuple(map(longer, task.starts))) for task in tasks]
 
 
 class _Search(NamedTuple):
