@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
+from .actions import broken_rules
 from .actions.action import Action, Drawn, Fused, Placement, Row, Rows, joined, plain
 from .actions.check import Inspection, check_rows, inspect_rows
 from .actions.costs import Costs, Per, as_costs
@@ -66,20 +67,8 @@ class Schedule:
         if not isinstance(rows, Drawn):
             rows = tuple(tuple(row) for row in rows)
             types = set[type]().union(*(map(type, row) for row in rows))
-            if not rows:
-                raise ScheduleError(
-                    "a schedule needs at least one rank; give one row of actions per rank",
-                    rule="ranks",
-                )
-            if not types <= {Action, Fused}:
-                cell = next(
-                    cell for row in rows for cell in row if type(cell) not in (Action, Fused)
-                )
-                raise ScheduleError(
-                    f"{str(cell)[:40]!r} is not an action; give Action(stage, op, microbatch), or "
-                    "text to Schedule.parse",
-                    rule="action",
-                )
+            if not rows or not types <= {Action, Fused}:
+                raise broken_rules.no_action(rows)
             object.__setattr__(self, "rows", rows)
         try:
             if self.placement is None:
@@ -92,11 +81,7 @@ class Schedule:
                 last = max((part.microbatch for row in rows for part in plain(row)), default=-1)
                 object.__setattr__(self, "microbatches", last // self.slices + 1)
         except (TypeError, AttributeError):
-            raise ScheduleError(
-                "the stages and microbatches of actions must be integers, and the parts of a Fused "
-                "be actions",
-                rule="action",
-            ) from None
+            raise broken_rules.no_integers() from None
         self._check_count("microbatches", 0)
 
     def _check_count(self, name: str, least: int) -> None:
@@ -261,11 +246,7 @@ class Schedule:
         [0F0.0, 0F0.1, 0B0.1, 0B0.0]
         """
         if type(slices) is not int or slices < 1 or self.slices > 1:
-            present = self.slices
-            has = f"the schedule has {present} slices already" if present > 1 else f"{slices=}"
-            raise ScheduleError(
-                f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices"
-            )
+            raise broken_rules.no_slicing(self.slices, slices)
         if slices == 1:
             return self
         rows = sliced_rows(self.rows, slices)

@@ -37,6 +37,34 @@ def wrong_size(schedule: Rows) -> ScheduleError:
     )
 
 
+def no_action(rows: Sequence[Row]) -> ScheduleError:
+    """The error for a schedule without rows, or with a cell that is no action."""
+    if not rows:
+        return ScheduleError(
+            "a schedule needs at least one rank; give one row of actions per rank", rule="ranks"
+        )
+    cell = next(cell for row in rows for cell in row if type(cell) not in (Action, Fused))
+    remedy = "give Action(stage, op, microbatch), or text to Schedule.parse"
+    return ScheduleError(f"{str(cell)[:40]!r} is not an action; {remedy}", rule="action")
+
+
+def no_integers() -> ScheduleError:
+    """The error for actions whose fields have wrong types."""
+    return ScheduleError(
+        "the stages and microbatches of actions must be integers, and the parts of a Fused be "
+        "actions",
+        rule="action",
+    )
+
+
+def no_slicing(present: int, slices: object) -> ScheduleError:
+    """The error for a schedule that cannot be cut into so many slices."""
+    has = f"the schedule has {present} slices already" if present > 1 else f"slices={slices!r}"
+    return ScheduleError(
+        f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices"
+    )
+
+
 def wrong_cell(schedule: Rows) -> ScheduleError:
     """The error for a cell that is no action, out of range, on a wrong rank, or there twice."""
     rows, placement, units, slices = schedule

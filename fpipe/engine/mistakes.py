@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..actions.text import counted
 from ..collectives.group import Group
@@ -69,7 +70,7 @@ def check_call(has_loss: bool, has_aux: bool, each: object, scale: Any) -> None:
         raise BatchError(
             f"each={each!r}; give a function of (the microbatch's number, its output{loss})"
         )
-    if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
+    if scale is None or (isinstance(scale, Tensor) and scale.shape == ()):
         return
     if (
         isinstance(scale, bool)
@@ -94,7 +95,7 @@ LOSS = {"backward": no_graph, "__getstate__": dict}
 
 def check_sliced(leaves: Sequence[object], slices: int) -> None:
     """Raise BatchError where no tensor of x can be cut: each slice would be all of x."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if all(leaf.dim() < 2 for leaf in tensors):
         raise BatchError(
             f"slices={slices}, but no tensor of x has a second axis, that of the sequence; give "
@@ -117,7 +118,7 @@ def check_sides(read: Set[str], side: Iterable[str]) -> None:
             )
 
 
-def uncut(leaf: torch.Tensor, parts: int, name: str) -> BatchError:
+def uncut(leaf: Tensor, parts: int, name: str) -> BatchError:
     """The error for a tensor that cannot be cut into equal parts."""
     if leaf.layout is not torch.strided:
         return BatchError(
@@ -157,7 +158,7 @@ def check_rows(lengths: Mapping[str, Set[int]]) -> None:
 
 def without_strides(leaves: Sequence[object]) -> BatchError:
     """The error for a tensor without strides among the arguments."""
-    layouts = {str(leaf.layout) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    layouts = {str(leaf.layout) for leaf in leaves if isinstance(leaf, Tensor)}
     without = ", ".join(sorted(layouts - {"torch.strided"}))
     return BatchError(
         f"an argument has the layout {without}, and a "
@@ -174,7 +175,7 @@ def nested(name: str) -> BatchError:
     )
 
 
-def untrainable(stage: int, leaf: torch.Tensor) -> StageError:
+def untrainable(stage: int, leaf: Tensor) -> StageError:
     """The error for a sparse parameter, or a trained one of float8."""
     what = f"a parameter of stage {stage} is"
     if leaf.is_sparse:
@@ -211,7 +212,7 @@ def _names(name: str, structure: Any) -> list[str]:
     return [name + "".join(f"[{key!r}]" for key in path) for path in structure.paths()]
 
 
-def misplaced(name: str, leaf: torch.Tensor, group: Group, devices: Sequence[torch.device]) -> str:
+def misplaced(name: str, leaf: Tensor, group: Group, devices: Sequence[torch.device]) -> str:
     """The message for a tensor on a device that no rank of this process can read.
 
     On the device meta, for instance, tensors hold no numbers.
@@ -238,3 +239,12 @@ def warn_of_shapes(spent: Sequence[Sequence[Spent]], limit: float) -> None:
             "trace each time; as a tensor, torch.tensor(...), it costs one",
             stacklevel=2,
         )
+
+
+def surrounded(stage: str | None) -> StageError:
+    """The error for a plan that would run inside a stage, or inside a torch.func transform."""
+    where = "a torch.func transform" if stage is None else f"stage {stage}"
+    return StageError(
+        f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, "
+        "fpipe.grad or fpipe.value_and_grad there, or torch.func's transforms of them"
+    )
