@@ -54,11 +54,11 @@ def compare(call: Call, request: Request, shares: Any, recent: Sequence[Prepared
     signature_facts = facts(config, request)
     call_facts = of_call(signature_facts, call.seed, _number(call.loss_scale), "none yet")
     number = group.enter(NEW, lambda: call_facts)
-    predict = feature("sizes.prediction").predict
-    prediction = predict(config, request, recent)
+    prediction = feature("sizes.prediction")
+    traced = prediction.predict(config, request, recent)
     ties = feature("ties") if config.tied and not recent else None
     tied = {} if ties is None else ties.digests(call, request)
-    report: Any = (call.absent, None if prediction is None else prediction.digest, tied)
+    report: Any = (call.absent, prediction.digest(traced), tied)
     reports = agree(group, shared(call_facts), request.schedule, report)
     if ties is not None:
         ties.check_equal(config, [leaves for *_, leaves in reports])
@@ -70,15 +70,14 @@ def compare(call: Call, request: Request, shares: Any, recent: Sequence[Prepared
         descriptions = on_all_ranks(group, lambda: arguments.describe(call, names))
         request = arguments.completed(call, absent, descriptions).request(shares)
         signature_facts = facts(config, request)
-        prediction = predict(config, request, recent)
-        report = ((), None if prediction is None else prediction.digest, {})
+        traced = prediction.predict(config, request, recent)
+        report = ((), prediction.digest(traced), {})
         reports = agree(group, shared(signature_facts), more=report)
     same = len({digest for _, digest, _ in reports}) == 1
     # Two pipelines may have equal facts, but their plans were prepared in different calls. So
     # the number of the call is a part of the tag.
     tag = tag_of({**shared(signature_facts), "number": str(number)})
-    traced = prediction.traced if prediction is not None and same else None
-    return Agreed(request, signature_facts, number, tag, traced)
+    return Agreed(request, signature_facts, number, tag, traced if same else None)
 
 
 def compare_copies(config: Config) -> None:

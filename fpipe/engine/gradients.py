@@ -146,6 +146,3 @@ def _argnums_of(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
             "differentiated"
         )
     return numbers
-
-
-__all__ = ["value_and_grad"]

@@ -164,13 +164,12 @@ def _features(
 def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
     """Whether a program of the ranks of this process starts a collective."""
     kinds = {id(kind): kind for job in inputs.values() for kind in job.kinds}.values()
-    for kind in kinds:
-        for programs in (*kind.programs.values(), kind.loss):
-            if programs is not None and any(
-                program.collective for program in (programs.f, programs.b, programs.i, programs.w)
-            ):
-                return True
-    return False
+    made = (programs for kind in kinds for programs in (*kind.programs.values(), kind.loss))
+    return any(
+        program.collective
+        for programs in filter(None, made)
+        for program in (programs.f, programs.b, programs.i, programs.w)
+    )
 
 
 def _lower_ranks(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:

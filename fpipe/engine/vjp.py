@@ -136,6 +136,3 @@ def vjp(
     return pullback.vjp(
         pipe.call("vjp", params, x, (), side, seed=seed, argnums=(0, 1)), pipe.cache
     )
-
-
-__all__ = ["grad", "vjp"]

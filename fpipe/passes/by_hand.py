@@ -62,7 +62,7 @@ def backward(
     daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Tree]:
     """``(dx, dparams)``."""
-    values = _run(programs.b, {**saved.values, **_cotangents(programs, dy, daux)})
+    values = _run(programs.b, saved.values | _cotangents(programs, dy, daux))
     dx = _gradients(programs.dxs, saved.x, values)
     return dx, _gradients(programs.dps, saved.params, values)
 
@@ -75,7 +75,7 @@ def backward_input(
     daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Carried]:
     """``(dx, kept)``."""
-    values = _run(programs.i, {**saved.values, **_cotangents(programs, dy, daux)})
+    values = _run(programs.i, saved.values | _cotangents(programs, dy, daux))
     kept = {name: values[name] for name in programs.kept}
     return _gradients(programs.dxs, saved.x, values), Carried(kept, saved.params, saved.x)
 

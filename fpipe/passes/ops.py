@@ -148,10 +148,9 @@ def _apply(
     sent: Rows = (),
     received: Rows = (),
 ) -> Tensor:
-    result: Tensor = (
-        x if pg is None else _Collective.apply(x, kind, pg.group_name, pg.size(), sent, received)
-    )
-    return result
+    if pg is None:
+        return x
+    return _Collective.apply(x, kind, pg.group_name, pg.size(), sent, received)
 
 
 def _members(group: Members) -> dist.ProcessGroup | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...collectives.codec import encode
@@ -115,20 +114,17 @@ def _skeleton(each: Seen) -> object:
 
 
 # ---- stages for expected interfaces ----
-@dataclass(frozen=True)
-class Prediction:
-    """The stages of this process, traced for the interfaces that are expected of all stages."""
-
-    traced: list[TracedKind]
-
-    @property
-    def digest(self) -> str:
-        """A digest of the interfaces. The prediction holds if every rank has the same one."""
-        data = as_data([kind.interfaces for kind in self.traced])
-        return hashlib.sha256(encode(data)).hexdigest()
+def digest(traced: list[TracedKind] | None) -> str | None:
+    """A digest of predicted interfaces. The prediction holds if every rank has the same one."""
+    if traced is None:
+        return None
+    data = as_data([kind.interfaces for kind in traced])
+    return hashlib.sha256(encode(data)).hexdigest()
 
 
-def predict(config: Config, request: Request, before: Sequence[Prepared]) -> Prediction | None:
+def predict(
+    config: Config, request: Request, before: Sequence[Prepared]
+) -> list[TracedKind] | None:
     """Trace the stages of this process for the interfaces that earlier calls let expect.
 
     Returns None where they let expect nothing.
@@ -142,7 +138,7 @@ def predict(config: Config, request: Request, before: Sequence[Prepared]) -> Pre
     if len(seen) < 2 or request.chain > 1:
         return None
     try:
-        return Prediction([_expected(config, request, kind, seen) for kind in request.kinds])
+        return [_expected(config, request, kind, seen) for kind in request.kinds]
     except (FpipeError, UnexpectedError):
         return None  # the exchange of interfaces, which follows, raises what is a mistake
 

@@ -45,6 +45,8 @@ _IN_PYTHON = {torch.ops.aten.constant_pad_nd.default}
 _SEEN = ("__repr__", "__hash__")
 #: The kernel of operations that consist of others.
 _COMPOSITE = "CompositeImplicitAutograd"
+#: An expression as Python.
+_text = PythonPrinter().doprint
 #: What the texts of expressions refer to.
 NAMES: Mapping[str, Any] = {"math": math, "torch": torch}
 
@@ -206,10 +208,6 @@ def _part(argument: Any) -> str | None:
     if isinstance(argument, torch.SymFloat):
         return None
     return f"({text_of(argument)[0]})"
-
-
-def _text(expression: Any) -> str:
-    return PythonPrinter().doprint(expression)
 
 
 # ---- modes ----
