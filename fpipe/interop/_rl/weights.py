@@ -190,7 +190,10 @@ class Weights:
             for stage, name, leaf in self:
                 state = states[stage].get(name)
                 if state and leaf.requires_grad:
-                    optimizer.state[leaf] = {key: _as_tensor(v) for key, v in state.items()}
+                    optimizer.state[leaf] = {  # torch's optimizers have numbers as tensors
+                        key: torch.tensor(value) if isinstance(value, float) else value
+                        for key, value in state.items()
+                    }
         return load_trees(path, self.pipe, "more")
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> ByStage:
@@ -213,10 +216,3 @@ class Weights:
                     )
                 states[stage][name][key] = float(value) if is_tensor and not value.dim() else value
         return states
-
-
-def _as_tensor(value: Tree) -> Tree:
-    """Return a number as a tensor, as torch's optimizers have it."""
-    if isinstance(value, float):
-        return torch.tensor(value)
-    return value

@@ -43,7 +43,7 @@ DEVICES = ["cpu", "cuda", "npu", "xpu"]
 class _Mode(base.BaseEngineCtx):
     """Training or evaluation; verl's base class moves parameters from the host and back."""
 
-    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
             self.engine.optimizer_zero_grad()
         super().__exit__(kind, value, trace)
