@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import optree
 import torch
+from torch import Tensor
 
 #: A pytree: a tensor, or a list, tuple, dictionary or registered class of pytrees.
 Tree: TypeAlias = Any
@@ -101,17 +102,17 @@ def _may_match_below(pattern: str, path: str) -> bool:
     )
 
 
-def is_tensor(leaf: object) -> TypeGuard[torch.Tensor]:
+def is_tensor(leaf: object) -> TypeGuard[Tensor]:
     """Whether a leaf is a tensor, which may be split, sent and differentiated."""
-    return isinstance(leaf, torch.Tensor)
+    return isinstance(leaf, Tensor)
 
 
 def is_floating(leaf: Any) -> bool:
     """Whether a leaf can carry a gradient: a floating or complex tensor."""
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def is_float8(leaf: torch.Tensor) -> bool:
+def is_float8(leaf: Tensor) -> bool:
     """Whether a tensor is of floats of one byte or less, which torch cannot add."""
     return leaf.is_floating_point() and leaf.dtype.itemsize < 2
 
@@ -133,11 +134,11 @@ def describe(leaves: Sequence[Any]) -> str:
     >>> describe([torch.zeros(2, 3), 5])
     '(float32[2, 3], 5)'
     """
-    parts = (brief(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    parts = (brief(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return f"({', '.join(parts)})"
 
 
-def brief(tensor: torch.Tensor | Aval | Spec) -> str:
+def brief(tensor: Tensor | Aval | Spec) -> str:
     """The dtype and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -149,25 +150,24 @@ def brief(tensor: torch.Tensor | Aval | Spec) -> str:
 Kind: TypeAlias = tuple[type, tuple[tuple[str, Any], ...], Any]
 
 
-def kind_of(tensor: torch.Tensor) -> Kind | None:
+def kind_of(tensor: Tensor) -> Kind | None:
     """The kind of a tensor with inner tensors; ``None`` for an ordinary tensor.
 
     >>> kind_of(torch.ones(2)) is None
     True
     """
     cls = type(tensor)
-    if cls is torch.Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__tensor_flatten__"):
+    if cls is Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__tensor_flatten__"):
         return None
     names, context = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
     values = ((name, getattr(tensor, name)) for name in names)
     members = tuple(
-        (name, Aval.like(value) if isinstance(value, torch.Tensor) else value)
-        for name, value in values
+        (name, Aval.like(value) if isinstance(value, Tensor) else value) for name, value in values
     )
     return cls, members, context
 
 
-def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the ordinary tensors inside a tensor; an ordinary tensor yields itself.
 
     >>> [part.shape for part in parts(torch.ones(2))]
@@ -178,11 +178,11 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):
+        if isinstance(inner, Tensor):
             yield from parts(inner)
 
 
-def address(tensor: torch.Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """The address at which the storage of a tensor begins; 0 if the tensor has no memory.
 
     A tensor and its views have the same address.
@@ -191,7 +191,7 @@ def address(tensor: torch.Tensor) -> int:
     >>> address(x) == address(x[2:]), address(x) == address(x.clone())
     (True, False)
     """
-    inner = tensor if type(tensor) is torch.Tensor else next(parts(tensor), tensor)
+    inner = tensor if type(tensor) is Tensor else next(parts(tensor), tensor)
     return inner.untyped_storage().data_ptr() if inner.layout is torch.strided else 0
 
 
@@ -209,9 +209,9 @@ class Aval(NamedTuple):
     kind: Kind | None = None
 
     @classmethod
-    def like(cls, tensor: torch.Tensor, grad: bool = False) -> Aval:
+    def like(cls, tensor: Tensor, grad: bool = False) -> Aval:
         """The abstract tensor of a tensor."""
-        kind = None if type(tensor) is torch.Tensor else kind_of(tensor)
+        kind = None if type(tensor) is Tensor else kind_of(tensor)
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, grad, kind)
 
     @property
@@ -219,7 +219,7 @@ class Aval(NamedTuple):
         """Whether the dtype can carry a gradient."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
-    def build(self, plain: Callable[[Aval], torch.Tensor]) -> torch.Tensor:
+    def build(self, plain: Callable[[Aval], Tensor]) -> Tensor:
         """Build a tensor of this description. ``plain`` builds an ordinary tensor from its Aval."""
         if self.kind is None:
             return plain(self)
@@ -277,7 +277,7 @@ def abstract(leaf: Any, grad: bool = False) -> AbstractLeaf:
 
     ``grad``: whether a gradient is wanted, if the dtype can carry one.
     """
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         return Aval.like(leaf, grad and is_floating(leaf))
     return Static.of(leaf)
 
@@ -293,9 +293,9 @@ def cache_keys(leaves: Iterable[Any]) -> list[Any]:
             leaf.stride(),
             leaf.dtype,
             leaf.device,
-            None if type(leaf) is torch.Tensor else kind_of(leaf),
+            None if type(leaf) is Tensor else kind_of(leaf),
         )
-        if isinstance(leaf, torch.Tensor)
+        if isinstance(leaf, Tensor)
         else Static.of(leaf)
         for leaf in leaves
     ]
@@ -399,7 +399,7 @@ class Spec(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
+    def of(cls, tensor: Tensor) -> Spec:
         """The Spec with which a tensor arrives at its receiver; the tensor may be a fake one."""
         shape = tuple(tensor.shape)
         return cls(shape, arriving(shape, tuple(tensor.stride())), tensor.dtype)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..errors import BatchError
@@ -21,7 +22,7 @@ from .arguments import Call
 from .microbatches import Microbatches
 
 #: By leaf of the outputs; None for leaves that carry no gradient.
-Row: TypeAlias = Sequence[torch.Tensor | None]
+Row: TypeAlias = Sequence[Tensor | None]
 
 
 def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]:
@@ -146,7 +147,7 @@ def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:
         ) from error
 
 
-def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | None:
+def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> Tensor | None:
     """A leaf that fits; None where the output carries no gradient."""
     if leaf is None or not isinstance(y, Aval) or not y.differentiable:
         return None
@@ -162,9 +163,9 @@ def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | No
     return leaf if y.grad else None
 
 
-def _is_dense(leaf: object) -> TypeGuard[torch.Tensor]:
+def _is_dense(leaf: object) -> TypeGuard[Tensor]:
     """Whether a leaf is a tensor with strides; others cannot be cut, and some have no shape."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _described(leaf: object) -> str:
@@ -177,7 +178,7 @@ def _described(leaf: object) -> str:
     return f"a {kind}"
 
 
-def _filled(leaf: torch.Tensor | None, y: AbstractLeaf) -> torch.Tensor | None:
+def _filled(leaf: Tensor | None, y: AbstractLeaf) -> Tensor | None:
     """The cotangent of an output that carries a gradient: zeros where it is not given."""
     if not isinstance(y, Aval) or not y.grad:
         return None

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..actions.action import plain
@@ -95,7 +96,7 @@ class Outputs(Results):
     def _output(self, mb: int, shared: bool, wanted: bool) -> Tree:
         y = self.prepared.output(mb)
         rank = self.path(mb)[-1]
-        values: Sequence[torch.Tensor] | None = self._get(
+        values: Sequence[Tensor] | None = self._get(
             rank, ((source, mb) for source in self.layout.graph(mb).outputs())
         )
         if shared:
@@ -121,10 +122,10 @@ class Outputs(Results):
             rank = self.path(mb)[0]
             described = self.request.kinds[self.request.kind_of[mb]][0]
             graph = self.layout.graph(mb)
-            leaves: list[torch.Tensor | None] = [None] * len(described.leaves)
+            leaves: list[Tensor | None] = [None] * len(described.leaves)
             for index in described.wanted:
                 source = graph.cotangent(-1, index)
-                grads: Sequence[torch.Tensor] | None = (
+                grads: Sequence[Tensor] | None = (
                     None if source is None else self._get(rank, [(source, mb)])
                 )
                 if shared and source is not None:
@@ -166,7 +167,7 @@ class Outputs(Results):
         ][-1:]
         kind = self.request.kind_of[last[0]] if last else 0
         state = self.prepared.interfaces[kind][stage].state
-        values: Sequence[torch.Tensor] | None = None
+        values: Sequence[Tensor] | None = None
         if rank in self.group.here:
             if last:
                 names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state

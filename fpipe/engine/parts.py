@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..actions.product import feature
@@ -55,7 +56,7 @@ def _stand_ins(leaves: list[Any], name: str) -> tuple[list[Any], bool]:
     return feature("elsewhere.arguments").stand_ins(leaves, name)
 
 
-def _can_cut(leaf: torch.Tensor, parts: int, shared_scalars: bool) -> bool:
+def _can_cut(leaf: Tensor, parts: int, shared_scalars: bool) -> bool:
     """Whether a tensor can be cut into equal parts, or every microbatch may share it."""
     if leaf.dim() == 0:
         return shared_scalars
@@ -64,7 +65,7 @@ def _can_cut(leaf: torch.Tensor, parts: int, shared_scalars: bool) -> bool:
 
 def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
     """The parts of a leaf. ``chunk`` returns equal ones, since their number divides the rows."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] == 0:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] == 0:
         return [leaf] * parts
     return leaf.chunk(parts)
 
@@ -180,19 +181,19 @@ class Weights:
     """
 
     common: float | None
-    by_microbatch: Sequence[torch.Tensor] = ()
-    loss_scale: float | torch.Tensor | None = None
+    by_microbatch: Sequence[Tensor] = ()
+    loss_scale: float | Tensor | None = None
 
-    def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The cotangent of a microbatch's loss."""
         weight = self.by_microbatch[mb] if self.common is None else self.common
         if self.loss_scale is not None:
             weight = weight * self.loss_scale
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             return weight.to(device, dtype)
         return _constant(weight, dtype, device)
 
-    def terms(self, losses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def terms(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """Multiply each microbatch's loss by its weight."""
         if self.common is not None:  # torch.func.jvp of a product with a number is float64
             return [loss * torch.full_like(loss, self.common) for loss in losses]
@@ -205,7 +206,7 @@ class Weights:
 
 
 @lru_cache(maxsize=256)
-def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # later calls may save it for a backward
         return torch.tensor(number, dtype=dtype, device=device)
 
@@ -219,7 +220,7 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.
 _NARROW = {torch.float64: False, torch.float32: True}
 
 
-def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
+def added(values: Sequence[Tensor], weight: float | None = None) -> Tensor:
     """Multiply scalars by the weight, and add them in order.
 
     The result has the bits of one process that runs the microbatches in order and adds each loss.

@@ -14,6 +14,7 @@ from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..lowering.instruction import Registers
@@ -144,7 +145,7 @@ class Results:
         regs: dict[int, Registers],
         call: Call,
         weights: Weights | None,
-        cotangents: Iterable[Sequence[torch.Tensor | None]] = (),
+        cotangents: Iterable[Sequence[Tensor | None]] = (),
     ):
         self.layout = layout
         self.regs = regs
@@ -162,7 +163,7 @@ class Results:
         # Whether the results of microbatches are joined to a batch, and so are copied.
         self.joins = call.number > 1 and (call.x.uniform or call.x.slices > 1)
 
-    def _get(self, rank: int, keys: Iterable[Key]) -> list[torch.Tensor] | None:
+    def _get(self, rank: int, keys: Iterable[Key]) -> list[Tensor] | None:
         """Results of a rank; None on other processes."""
         if rank not in self.group.here:
             return None
@@ -171,7 +172,7 @@ class Results:
         return [slots[results[key]] for key in keys]
 
     # ---- the loss ----
-    def loss(self) -> torch.Tensor:
+    def loss(self) -> Tensor:
         """The total of all losses and auxiliary losses: weighted, then added in the order of
         microbatches. It is that of all copies of the pipeline.
         """
@@ -179,9 +180,9 @@ class Results:
         copies = self.config.copies
         return loss if copies is None else copies.average(loss)
 
-    def pipeline_loss(self) -> torch.Tensor:
+    def pipeline_loss(self) -> Tensor:
         """The total loss of this copy of the pipeline. Ranks that do not compute it receive it."""
-        losses: dict[tuple[int, int], torch.Tensor] = {}
+        losses: dict[tuple[int, int], Tensor] = {}
         for rank, places, avals, slots in self.layout.scalars:
             values = None
             if slots is not None:
@@ -193,7 +194,7 @@ class Results:
             losses |= zip(places, self.share(values, avals, rank), strict=True)
         return self._total(losses)
 
-    def _total(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    def _total(self, losses: Mapping[tuple[int, int], Tensor]) -> Tensor:
         """The weighted sum of losses by (stage, microbatch); the stage past the last is the loss.
 
         Auxiliary losses are added to the loss of their microbatch.
@@ -207,16 +208,14 @@ class Results:
             return added(weights.terms(totals))
         return added(totals, weights.common)
 
-    def _with_aux(
-        self, loss: torch.Tensor, losses: Mapping[tuple[int, int], torch.Tensor], mb: int
-    ) -> torch.Tensor:
+    def _with_aux(self, loss: Tensor, losses: Mapping[tuple[int, int], Tensor], mb: int) -> Tensor:
         places = [(stage, mb) for stage in self.layout.aux_stages]
         extras = [losses[place].to(loss.device) for place in places if place in losses]
         return loss + reduce(torch.add, extras) if extras else loss
 
     def share(
-        self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int
-    ) -> Sequence[torch.Tensor]:
+        self, values: Sequence[Tensor] | None, avals: Iterable[Aval], rank: int
+    ) -> Sequence[Tensor]:
         """The values of ``rank``, on every process. Where it is on another one, pass None."""
         if not self.config.local:
             sent = None if values is None else tuple(values)
@@ -246,7 +245,7 @@ class Results:
             by_stage[stage] = tree.unflatten(structure, grads)
         return tuple(by_stage) if isinstance(self.call.params, tuple) else by_stage
 
-    def _of_all_copies(self, grad: torch.Tensor) -> torch.Tensor:
+    def _of_all_copies(self, grad: Tensor) -> Tensor:
         """A gradient of this copy's loss as one of the loss of all copies of the pipeline.
 
         No other copy has a part in it, so nothing is added: a mean only divides it.

@@ -11,7 +11,7 @@ This module knows no ranks, messages, slots or tensors.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class Value(NamedTuple):
@@ -21,21 +21,21 @@ class Value(NamedTuple):
 
     stage: int
     name: str
-    kind: Literal["value"] = "value"
+    kind: str = "value"
 
 
 class BatchLeaf(NamedTuple):
     """A leaf of x."""
 
     leaf: int
-    kind: Literal["batch"] = "batch"
+    kind: str = "batch"
 
 
 class Target(NamedTuple):
     """A leaf of the targets, counted through all of them."""
 
     leaf: int
-    kind: Literal["target"] = "target"
+    kind: str = "target"
 
 
 class Side(NamedTuple):
@@ -43,21 +43,21 @@ class Side(NamedTuple):
 
     stage: int
     leaf: int
-    kind: Literal["side"] = "side"
+    kind: str = "side"
 
 
 class Seed(NamedTuple):
     """The cotangent of a stage's auxiliary loss or, one stage past the last, of the loss."""
 
     stage: int
-    kind: Literal["seed"] = "seed"
+    kind: str = "seed"
 
 
 class OutputCotangent(NamedTuple):
     """The cotangent of a leaf of the last stage's outputs, where the caller passes it."""
 
     leaf: int
-    kind: Literal["output cotangent"] = "output cotangent"
+    kind: str = "output cotangent"
 
 
 class Param(NamedTuple):
@@ -65,7 +65,7 @@ class Param(NamedTuple):
 
     stage: int
     leaf: int
-    kind: Literal["param"] = "param"
+    kind: str = "param"
 
 
 class WholeParam(NamedTuple):
@@ -73,7 +73,7 @@ class WholeParam(NamedTuple):
 
     stage: int
     leaf: int
-    kind: Literal["whole param"] = "whole param"
+    kind: str = "whole param"
 
 
 class State(NamedTuple):
@@ -81,7 +81,7 @@ class State(NamedTuple):
 
     stage: int
     leaf: int
-    kind: Literal["state"] = "state"
+    kind: str = "state"
 
 
 class Grad(NamedTuple):
@@ -89,7 +89,7 @@ class Grad(NamedTuple):
 
     stage: int
     leaf: int
-    kind: Literal["grad"] = "grad"
+    kind: str = "grad"
 
 
 class ReducedGrad(NamedTuple):
@@ -97,7 +97,7 @@ class ReducedGrad(NamedTuple):
 
     stage: int
     leaf: int
-    kind: Literal["reduced grad"] = "reduced grad"
+    kind: str = "reduced grad"
 
 
 class PartialGrad(NamedTuple):
@@ -107,7 +107,7 @@ class PartialGrad(NamedTuple):
     leaf: int
     rank: int
     group: int
-    kind: Literal["partial grad"] = "partial grad"
+    kind: str = "partial grad"
 
 
 class GradSum(NamedTuple):
@@ -116,7 +116,7 @@ class GradSum(NamedTuple):
     """
 
     group: int
-    kind: Literal["grad sum"] = "grad sum"
+    kind: str = "grad sum"
 
 
 Source: TypeAlias = (

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TypeAlias
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..programs.operations import Operation, Ref, fill, users
 from ..programs.program import Adds, Program, Programs
@@ -126,7 +126,7 @@ def _adding_products(
     return list(found.values())
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the product of two matrices to a sum, which may be of another dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -134,7 +134,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.add_(a @ b)
 
 
-def add_transposed(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_transposed(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the transposed product of two matrices to a sum."""
     add_product(total.t(), a, b)
 
@@ -199,8 +199,8 @@ def _by_inductor(module: fx.GraphModule) -> Callable[..., Iterable[object]]:
 
     found: dict[object, Callable[..., Iterable[object]]] = {}
 
-    def call(*args: torch.Tensor) -> Iterable[object]:
-        strides = tuple([isinstance(arg, torch.Tensor) and arg.stride() for arg in args])
+    def call(*args: Tensor) -> Iterable[object]:
+        strides = tuple([isinstance(arg, Tensor) and arg.stride() for arg in args])
         if strides not in found:
             with torch.no_grad():
                 found[strides] = standalone_compile(

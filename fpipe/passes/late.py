@@ -19,6 +19,7 @@ from itertools import repeat
 from typing import Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..actions.action import Action
@@ -224,7 +225,7 @@ class Progress:
     errors: list[BatchError] = field(default_factory=list)
     counts: dict[int, float] = field(default_factory=dict)
     base: list[float] = field(default_factory=list)  # a guess of the sum of all weights
-    weights: list[torch.Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
 
 
 def _late(part: Parts) -> Late:
@@ -402,7 +403,7 @@ class Take(Op):
         def step(r: Registers) -> tuple[Pending, tuple[int, ...]]:
             progress = r.slots[slot_of_progress]
 
-            def finish() -> tuple[torch.Tensor, ...]:
+            def finish() -> tuple[Tensor, ...]:
                 note(text)
                 values = self._values(progress, unit, machine.device)
                 return tuple(value for value, keep in zip(values, kept, strict=True) if keep)
@@ -412,9 +413,7 @@ class Take(Op):
 
         return step
 
-    def _values(
-        self, progress: Progress, unit: int, device: torch.device
-    ) -> Iterator[torch.Tensor]:
+    def _values(self, progress: Progress, unit: int, device: torch.device) -> Iterator[Tensor]:
         call = progress.call
         for name, stage in self.sources:
             if name == "x":
@@ -465,7 +464,7 @@ class Taken(Op):
         return step
 
 
-def _compared(progress: Progress, machine: Machine, after: bool) -> list[torch.Tensor]:
+def _compared(progress: Progress, machine: Machine, after: bool) -> list[Tensor]:
     """The weights that all ranks counted, if wanted. An error of any rank is raised on all."""
     call = progress.call
     group = machine.group

@@ -16,7 +16,7 @@ from threading import RLock
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.backends import cuda
@@ -113,7 +113,7 @@ def written(op: Op, args: Args, kwargs: Kwargs) -> list[object]:
 
 
 # ---- tensors ----
-def storage_id(tensor: torch.Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """A number of a tensor's storage, unique as long as the storage is alive; fake tensors have
     storages, too.
     """
@@ -296,7 +296,7 @@ def is_fake(value: object) -> TypeGuard[FakeTensor]:
     return isinstance(value, FakeTensor)
 
 
-def empty(aval: Aval) -> torch.Tensor:
+def empty(aval: Aval) -> Tensor:
     """A fake tensor of an aval; call it inside a mode."""
     tensor = aval.build(
         lambda a: torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device)
@@ -421,21 +421,21 @@ def _device_seed() -> int | None:
     return module.initial_seed() if getattr(module, "is_initialized", lambda: False)() else None
 
 
-def _has_data(value: object) -> TypeGuard[torch.Tensor]:
+def _has_data(value: object) -> TypeGuard[Tensor]:
     """Whether a value is an ordinary tensor with data. A tensor with inner tensors does
     not count: operations on these are checked instead.
     """
     return (
-        isinstance(value, torch.Tensor)
+        isinstance(value, Tensor)
         and not is_fake(value)
         and not hasattr(type(value), "__tensor_flatten__")
     )
 
 
-def tensors_in(values: Iterable[object]) -> list[torch.Tensor]:
+def tensors_in(values: Iterable[object]) -> list[Tensor]:
     """The tensors among values and in the lists among them."""
     listed = (value if isinstance(value, (list, tuple)) else [value] for value in values)
-    return [each for items in listed for each in items if isinstance(each, torch.Tensor)]
+    return [each for items in listed for each in items if isinstance(each, Tensor)]
 
 
 # ---- threads ----

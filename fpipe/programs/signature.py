@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import tree
 from ..actions.product import feature
@@ -85,7 +86,7 @@ class Result(NamedTuple):
     """What a stage function returned. Without ``aux`` or ``state`` these are ``None``."""
 
     y: Tree
-    aux: torch.Tensor | None = None
+    aux: Tensor | None = None
     state: Tree = None
     extra: object = None
 
@@ -148,7 +149,7 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
     _check_leaves(stage, ys)
     check_aux(stage, result.aux)
     y = AbstractTree.flat(
-        y_spec, ys, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in ys]
+        y_spec, ys, [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in ys]
     )
     first: dict[int, int] = {}
     places = ((j, first.setdefault(id(ys[j]), j)) for j in y.avals)
@@ -169,7 +170,7 @@ def _check_leaves(stage: Stage, ys: Sequence[object]) -> None:
     for leaf in ys:
         what = type(leaf).__name__
         fits = isinstance(leaf, LITERALS)
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             fits = leaf.layout is torch.strided and Aval.like(leaf).kind is None
             if leaf.layout is not torch.strided:
                 what = f"{leaf.layout} tensor"
@@ -183,7 +184,7 @@ def _check_leaves(stage: Stage, ys: Sequence[object]) -> None:
 
 def check_aux(stage: Stage, aux: object) -> None:
     """Raise StageError if a stage has an auxiliary loss that is not one floating number."""
-    scalar = isinstance(aux, torch.Tensor) and not aux.dim() and aux.is_floating_point()
+    scalar = isinstance(aux, Tensor) and not aux.dim() and aux.is_floating_point()
     if stage.aux_loss and not scalar:
         raise StageError(
             f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating "
@@ -239,7 +240,7 @@ def call(
 
 def copied(x: Tree) -> Tree:
     """An input that a function may write into; a tensor that occurs twice is one tensor again."""
-    clones = {id(leaf): leaf.clone() for leaf in tree.leaves(x) if isinstance(leaf, torch.Tensor)}
+    clones = {id(leaf): leaf.clone() for leaf in tree.leaves(x) if isinstance(leaf, Tensor)}
     return tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
 
 
@@ -276,7 +277,7 @@ class LossCall:
         if not self.has_aux:
             return result
         scalar, aux = with_aux(result)
-        aux = tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, aux)
+        aux = tree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
         return WithExtra(scalar, aux) if self.extra else (scalar, aux)
 
     def stands_for(self) -> tuple[Callable[..., Any], Hashable]:
@@ -316,9 +317,9 @@ def with_aux(result: object) -> tuple[Any, Any]:
     return result
 
 
-def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
+def check_scalar(label: str, first: Aval | Tensor | None) -> None:
     """Raise StageError if the first tensor that a loss returned is not one floating number."""
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, Tensor):
         first = Aval.like(first)
     if first is None or first.shape != ():
         raise StageError(

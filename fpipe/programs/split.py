@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..actions.product import feature
 from ..tree import arriving
@@ -206,10 +206,10 @@ _SHARED = {"p": "a parameter", "k": "a side input"}
 STORAGE = "fpipe_storage"
 
 
-def value_of(node: object) -> torch.Tensor | None:
+def value_of(node: object) -> Tensor | None:
     """The fake tensor that a node stands for, if it is one."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, Tensor) else None
 
 
 def argument(node: fx.Node, index: int) -> fx.Node:
@@ -234,7 +234,7 @@ def annotation(node: fx.Node, key: str) -> object | None:
     return custom.get(key) if isinstance(custom, dict) else None
 
 
-def storage(node: fx.Node, value: torch.Tensor) -> Hashable:
+def storage(node: fx.Node, value: Tensor) -> Hashable:
     """The identity of the storage of a node's value."""
     return node.meta.get(STORAGE) or storage_id(value)
 
@@ -261,7 +261,7 @@ def constants(graph: fx.GraphModule) -> dict[str, Any]:
     captured = {}
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad:
             value = value.detach()  # it was used under no_grad, or detached
         captured[node.name] = value
     return captured
