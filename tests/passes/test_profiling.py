@@ -182,7 +182,7 @@ LATE = [
         (0, 4, 0),
         (0, 4, 0),
         9,
-        "The ranks are even: none makes the others wait for 5% of a step.",
+        "The ranks are even: none keeps the others waiting for 5% of a step.",
     ),
     ((0, 4, 0), (0, 4, 0), (2, 4, 0), 8, "Rank 2 starts 2000 ms late in every step: 20% of"),
     ((0, 4, 0), (0, 4, 0), (2, 4, 0), 9, "Rank 2 starts 2000 ms late in every step: 10% of"),

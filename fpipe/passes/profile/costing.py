@@ -268,8 +268,8 @@ def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float]
     rank, kind = which = max(excess, key=share)
     if share(which) < _LEAST:
         return (
-            f"The ranks are even: none makes the others wait for {_LEAST:.0%} of a step. Idle time "
-            "is that of the schedule."
+            f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a step. Idle "
+            "time is that of the schedule."
         )
     late_by, of_step = in_ms(median(excess[which]), whole)
     often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"

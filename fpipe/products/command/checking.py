@@ -102,7 +102,10 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
     for title, listed in groups.items():
         if listed:
             click.echo("\n".join(["", title, *listed]))
-    click.echo("\nstages: of a rank, by default; ZBV is short for ZBVZeroBubble")
+    click.echo(
+        "\nstages: of a rank, by default; ZBV, a good first choice, is short for\n"
+        "  ZBVZeroBubble; fpipe compare has the times of all"
+    )
 
 
 _GROUPS = (

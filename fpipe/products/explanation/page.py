@@ -237,9 +237,8 @@ class Explanation:
         unit, scale = readable(t.total, t.unit)
         total = f"{number(scale * t.total)} {unit}".rstrip()
         return (
-            f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))}: ranks are idle "
-            "for that share of the span, the longest time from the first start of a rank to its "
-            "last end. "
+            f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))}: the idle share "
+            "of the span, which is the longest time from a rank's first start to its last end. "
             f"Times are {'the given costs' if self.facts.measured else 'estimates from shapes'}."
         )
 

@@ -30,6 +30,7 @@ LINES = 60  #: of a picture of several panels, if not all of a long one is wante
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
+SIXTEEN = "standard", "windows"  # systems of colours
 ENDS = "dcba=1234 "  # below the actions of plain text, by tint
 #: of the legend of plain text, where a lane has their first character
 MARKS = """\
@@ -67,6 +68,8 @@ def paint(
     It has several panels if they fill at most so many ``lines``. A ``brief`` one has no notes.
     """
     width = max(width, 16)
+    if colours in SIXTEEN and scenes[-1].against:
+        colours = ""  # ENDS say more than so few colours
     layout = _layout(scenes, width, colours, lines)
     drawn = [_drawn(scene, layout) for scene in scenes]
     last = ceil(max(scene.length for scene in scenes) * layout.scale - 1e-9)
@@ -266,7 +269,7 @@ def _legend(
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]
         if keys and not layout.colours:
-            swatch = _cells(ENDS[int(keys[0][1:])] if keys[0][0] == "t" else keys[0][0])
+            swatch = _cells(ENDS[int(keys[0][1:])] + ":" if keys[0][0] == "t" else keys[0][0])
         items.append(swatch + _cells(f" {text}"[not keys :]))
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
@@ -300,7 +303,7 @@ def _text(line: list[Cell], grounds: Mapping[str, str], colours: str) -> str:
 
             ground = grounds[key]
             colour = ink(ground)
-            if colours in ("standard", "windows"):
+            if colours in SIXTEEN:
                 colour, ground = of_16(key)
             style = Style(color=colour, bgcolor=ground)
             chars = style.render(chars, color_system=COLOR_SYSTEMS[colours])

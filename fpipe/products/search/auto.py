@@ -14,12 +14,11 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ... import Costs, Placement, Schedule, make_schedule
 from ...actions import as_costs, number, plain
 from ...collectives import Group
-from ...engine.plan_report import Plans
 from ...errors import ScheduleError, StageError
 from ..pictures.labels import aligned
 from .bounds import Bound
@@ -170,6 +169,20 @@ def descends(schedule: Schedule) -> bool:
                     return True
                 last[part.stage] = part.microbatch
     return False
+
+
+class Plans(Protocol):
+    """What is read of the plans of a schedule."""
+
+    @property
+    def figures(self) -> Figures:
+        """What programs are expected to take."""
+        ...
+
+    @property
+    def peak(self) -> Mapping[int, int]:
+        """The most bytes that a rank holds."""
+        ...
 
 
 @dataclass(frozen=True)

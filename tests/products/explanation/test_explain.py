@@ -100,8 +100,8 @@ def test_idle_time_and_its_causes():
     assert "of the span" in str(page).partition("\nBubble by rank\n")[2].splitlines()[0]
     head = " ".join(str(page).splitlines()[1:4]).rstrip()
     assert head == (
-        "A step takes 9. The bubble is 33.3%: ranks are idle for that share of the span, the "
-        "longest time from the first start of a rank to its last end. Times are the given costs."
+        "A step takes 9. The bubble is 33.3%: the idle share of the span, which is the longest "
+        "time from a rank's first start to its last end. Times are the given costs."
     )
 
 

@@ -313,6 +313,10 @@ def test_sixteen_colours_tell_kinds_of_work_and_stages_apart():
     text = pictures.strip(timeline(), console, 120)
     found = set(re.findall(r"\x1b\[\d+;(\d+)m", text))
     assert len(found) == 6 and all(40 <= int(ground) <= 107 for ground in found)
+    both = [timeline("1F1B"), timeline("ZBV")]
+    text = pictures.draw(both, width=80, color=False, look=Look(difference=True))
+    few = terminal.paint(scenes(both, difference=True), 80, "standard")
+    assert few == text, "four steps of a difference had two colours"
     for name, text in (("F", "\x1b[97;44m"), ("W", "\x1b[30;105m")):
         assert text in pictures.strip(timeline(), console, 120), name
 
@@ -623,7 +627,7 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
         [timeline("ZBV"), timeline("1F1B")], width=80, color=False, look=Look(difference=True)
     )
     found = re.search(r"rank 3 (\.+F[.FB]+)\n  ends ([ a-d=1-4]+)\n", plain)
-    assert found and re.search(r"\b1 up to [\d.]+ later  2 ", plain)
+    assert found and re.search(r"\b1: up to [\d.]+ later  2: ", plain)
     lane, marks = found.groups()
     assert [letter == "." for letter in lane[: len(marks)]] == [mark == " " for mark in marks]
 
