@@ -327,7 +327,7 @@ def test_an_interrupt_ends_with_130(
 # ---- names and the table ----
 def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
     head, *groups, foot = printed(capsys, "names").split("\n\n")
-    assert head.split()[:2] == ["schedule", "stages"] and "ZBV is short" in foot
+    assert head.split()[:2] == ["schedule", "stages"] and "is short for\n  ZBVZeroBubble" in foot
     one, two, on_two_ranks = (  # what is longer than 80 columns goes on
         re.sub(r"\n {30,}", " ", group).splitlines()[1:] for group in groups
     )
