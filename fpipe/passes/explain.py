@@ -330,3 +330,24 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
             "fpipe.Microbatches([...]), and targets behind x"
         )
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
+
+
+# ---- what a stage or a loss returned ----
+def parts_error(label: str, names: Sequence[str], out: object) -> StageError:
+    """The error for a stage that returned something else than these parts."""
+    count = f" of {len(out)}" if isinstance(out, tuple) else ""
+    return StageError(
+        f"stage {label} must return ({', '.join(names)}), but it returned a "
+        f"{type(out).__name__}{count}"
+    )
+
+
+def scalar_error(label: str, first: Aval | None) -> StageError:
+    """The error for a loss whose first tensor is not one floating number."""
+    if first is None or first.shape != ():
+        return StageError(
+            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
+            f"anything); it returned {'no tensor' if first is None else first}. A number, as "
+            "item() and float() return, has no gradient"
+        )
+    return StageError(f"the loss {label} must be floating, not {first.dtype}; take .float() of it")

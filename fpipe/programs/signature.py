@@ -252,11 +252,7 @@ def result_of(stage: Stage, out: object) -> Result:
     if len(names) == 1:
         return Result(out)
     if not isinstance(out, tuple) or len(out) != len(names):
-        count = f" of {len(out)}" if isinstance(out, tuple) else ""
-        raise StageError(
-            f"stage {stage.label} must return ({', '.join(names)}), but it returned a "
-            f"{type(out).__name__}{count}"
-        )
+        raise feature("explain").parts_error(stage.label, names, out)
     return Result(out[0], out[1] if stage.aux_loss else None, out[-1] if stage.state else None)
 
 
@@ -321,13 +317,5 @@ def check_scalar(label: str, first: Aval | Tensor | None) -> None:
     """Raise StageError if the first tensor that a loss returned is not one floating number."""
     if isinstance(first, Tensor):
         first = Aval.like(first)
-    if first is None or first.shape != ():
-        raise StageError(
-            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and "
-            f"anything); it returned {'no tensor' if first is None else first}. A number, as "
-            "item() and float() return, has no gradient"
-        )
-    if not first.dtype.is_floating_point:
-        raise StageError(
-            f"the loss {label} must be floating, not {first.dtype}; take .float() of it"
-        )
+    if first is None or first.shape != () or not first.dtype.is_floating_point:
+        raise feature("explain").scalar_error(label, first)
