@@ -28,6 +28,7 @@ from ..programs.signature import check_scalar, loss_stage
 from ..stage import Stage
 from ..tree import AbstractTree
 from .config import Config
+from .handshake import on_all_ranks
 from .request import Kind, Request
 
 #: Programs by stage, None for the loss, and device.
@@ -48,9 +49,14 @@ class TracedKind:
     slice: int = 0  # where stages have carries: the number of this slice in its microbatch
     slices: int = 1  # where stages have carries: the slices of a microbatch
 
-    def output(self) -> AbstractTree:
-        """The output of the last stage that was traced or, without one, the batch."""
-        return self.interfaces[-1].y if self.interfaces else self.kind[0]
+    @property
+    def outputs(self) -> list[AbstractTree]:
+        """The outputs of the stages, as far as they are known."""
+        return [interface.y for interface in self.interfaces]
+
+    def input_of(self, stage: int) -> AbstractTree:
+        """The input of a stage: the output of the stage before it, or the batch."""
+        return self.interfaces[stage - 1].y.as_input() if stage else self.kind[0]
 
     def news(self, before: TracedKind) -> dict[int, Interface]:
         """The interfaces that this kind did not have ``before``, by stage."""
@@ -96,7 +102,7 @@ class TracedKind:
                 for leaf, read in enumerate(loss.reads_x)
             )
             return ValueGraph(self.interfaces, loss.dxs, reads, batch)
-        y = self.output()
+        y = self.outputs[-1]
         dxs = tuple(
             (f"dx{leaf}", aval) if aval is not None and aval.grad else None
             for leaf, aval in enumerate(y.tensors)
@@ -104,19 +110,26 @@ class TracedKind:
         return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
 
 
-def trace_next_stages(
-    config: Config,
-    request: Request,
-    traced: TracedKind,
-    previous: TracedKind | None,
-    note: Callable[[str], None],
-) -> TracedKind:
-    """Trace the next stages of a kind, up to the first that is on another process."""
-    for stage in range(len(traced.interfaces), request.schedule.stages):
-        if not ranks_here(config, request, stage):
-            break
-        note(f"stage {stage + 1} of {request.schedule.stages}")
-        traced = trace_stage(config, request, traced, previous, stage)
+#: The kinds of microbatches, as far as they are traced.
+Traced: TypeAlias = list[TracedKind]
+
+
+def trace_here(
+    config: Config, request: Request, note: Callable[[str], None], known: Traced
+) -> Traced:
+    """Trace the stages of this process, and the loss, for each kind."""
+    stages = request.schedule.stages
+    traced: Traced = []
+    for kind in known:
+        previous = traced[-1] if kind.slice else None
+        for stage in range(stages):
+            if ranks_here(config, request, stage):
+                note(f"stage {stage + 1} of {stages}")
+                kind = trace_stage(config, request, kind, previous, stage)
+        if config.loss is not None:
+            note("the loss")
+            kind = with_loss(config, request, kind)
+        traced.append(kind)
     return traced
 
 
@@ -146,7 +159,7 @@ def trace_stage(
             "are missing; give params one entry per stage (pipe.place keeps those that are on this "
             "process)"
         )
-    x = traced.interfaces[stage - 1].y.as_input() if stage else traced.kind[0]
+    x = traced.input_of(stage)
     function = config.functions[stage]
     carry_leaves = 0
     if function.carry and previous is not None:
@@ -171,7 +184,7 @@ def with_loss(config: Config, request: Request, traced: TracedKind) -> TracedKin
     """With the loss, on the devices of all ranks here, so that each knows what the loss returns."""
     assert config.loss is not None
     _, targets, sides = traced.kind
-    trees = [traced.output().as_input(), *targets]
+    trees = [traced.input_of(len(traced.interfaces)), *targets]
     x = replace(
         trees[0],
         spec=tree.tuple_structure([t.spec for t in trees]),
@@ -209,3 +222,25 @@ def _programs(
     except StageError as error:
         text = feature("explain").located(str(error), trees, index)
         raise type(error)(text) from error.__cause__
+
+
+def exchange(
+    config: Config, step: Callable[[Traced], Traced], traced: Traced
+) -> tuple[Traced, bool]:
+    """Do a step of the preparation on every process. An error of one is raised on all.
+
+    Returns:
+        The kinds after the step, with the interfaces that other processes traced in it, and whether
+        any process traced one.
+    """
+    after: Traced = []
+
+    def work() -> list[dict[int, Interface]]:
+        after[:] = step(traced)
+        return [new.news(old) for new, old in zip(after, traced, strict=True)]
+
+    reports = [work()] if config.local else on_all_ranks(config.group, work)
+    # Several processes may hold a stage. The report of the first of them counts.
+    for report in reversed(reports):
+        after = [kind.updated(news) for kind, news in zip(after, report, strict=True)]
+    return after, any(map(any, reports))

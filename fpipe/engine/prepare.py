@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
 
 from ..actions.action import Fused
 from ..actions.dependencies import uncollected
 from ..actions.product import feature
 from ..actions.progress_line import noted
-from ..errors import MismatchError
 from ..lowering.builder import lower
 from ..lowering.instruction import Machine
 from ..lowering.job import LoweringInput
@@ -31,13 +29,10 @@ from ..tree import AbstractTree
 from . import unused
 from .config import Config
 from .execute import Executable, bind
-from .handshake import on_all_ranks
-from .kinds import TracedKind, trace_next_stages, with_loss
+from .kinds import Traced, TracedKind, exchange, trace_here
 from .option_checks import check_patterns
+from .preview import previewed
 from .request import Request
-
-#: The kinds of microbatches, as far as they are traced.
-Traced: TypeAlias = list[TracedKind]
 
 
 @dataclass(frozen=True)
@@ -180,38 +175,23 @@ def _lower_ranks(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
 
 
 def trace_stages(config: Config, request: Request, note: Callable[[str], None]) -> Traced:
-    """Trace the stages of this process, until every process knows the interfaces of all stages.
+    """Trace the stages of this process. Every process learns the interfaces of all stages.
 
-    A stage is traced for the output of the stage before it. So processes take turns: each traces
-    its stages as far as it can, and all exchange the new interfaces.
+    A stage is traced for the output of the stage before it. Where that may be on another process,
+    the outputs of all stages are found first.
     """
-    stages = request.schedule.stages
     chain = request.chain
-
-    def trace_next(known: Traced) -> Traced:
-        advanced: Traced = []
-        for kind in known:
-            previous = advanced[-1] if kind.slice else None
-            advanced.append(trace_next_stages(config, request, kind, previous, note))
-        return advanced
-
-    def trace_loss(known: Traced) -> Traced:
-        return [with_loss(config, request, kind) for kind in known]
-
     traced = [
         TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
         for number, kind in enumerate(request.kinds)
     ]
-    while (known := min(len(kind.interfaces) for kind in traced)) < stages:
-        traced, changed = exchange(config, trace_next, traced)
-        if not changed:
-            raise MismatchError(
-                f"no process reported what stage {known} returns; every process must run the same "
-                "pipeline"
-            )
-    if config.loss is not None:
-        note("the loss")
-        traced, _ = exchange(config, trace_loss, traced)
+    if not config.local:
+        traced = previewed(config, request, traced, note)
+    again = True
+    while again:
+        expected = [kind.outputs for kind in traced]
+        traced, _ = exchange(config, partial(trace_here, config, request, note), traced)
+        again = not config.local and [kind.outputs for kind in traced] != expected
     if request.mode == "forward":
         return traced
     # Every process knows all interfaces, so all agree on whether another round is needed. Unused
@@ -222,25 +202,3 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
         traced, changed = exchange(config, partial(unused.cut, config, request), traced)
         again = config.carries and changed
     return traced
-
-
-def exchange(
-    config: Config, step: Callable[[Traced], Traced], traced: Traced
-) -> tuple[Traced, bool]:
-    """Do a step of the preparation on every process. An error of one is raised on all.
-
-    Returns:
-        The kinds after the step, with the interfaces that other processes traced in it, and whether
-        any process traced one.
-    """
-    after: Traced = []
-
-    def work() -> list[dict[int, Interface]]:
-        after[:] = step(traced)
-        return [new.news(old) for new, old in zip(after, traced, strict=True)]
-
-    reports = [work()] if config.local else on_all_ranks(config.group, work)
-    # Several processes may hold a stage. The report of the first of them counts.
-    for report in reversed(reports):
-        after = [kind.updated(news) for kind, news in zip(after, report, strict=True)]
-    return after, any(map(any, reports))

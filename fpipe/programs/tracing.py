@@ -26,7 +26,7 @@ from .. import tree
 from ..actions.product import feature
 from ..errors import FpipeError
 from ..stage import Stage
-from ..tree import Aval
+from ..tree import AbstractTree, Aval
 from .held import Held
 from .internals import (
     PLAIN,
@@ -34,6 +34,7 @@ from .internals import (
     caching,
     draws,
     empty,
+    exclusive,
     fake_inputs,
     function_modes,
     is_fake,
@@ -93,6 +94,15 @@ def traced(
         for node in (*nodes, *graph.graph.nodes):
             node.meta.clear()  # a graph is a cycle: its fake tensors would live on
         return programs
+
+
+def returned(stage: Stage, signature: Signature) -> AbstractTree | None:
+    """What a stage returns, found without a trace; None where only a trace can say."""
+    with exclusive(), quiet(), torch.inference_mode(False), torch.enable_grad():
+        try:
+            return outputs_of(stage, signature).y
+        except Exception:  # a trace raises what is wrong
+            return None
 
 
 def _recorded(
