@@ -260,9 +260,9 @@ class Schedule:
 
         Args:
             training: False for schedules of forwards alone.
-            window: check also that ranks which run what is ready within a window of so many actions
-                never wait for ever, where a send waits until its receiver's window has the action
-                that reads the message.
+            window: check also execution out of order: each rank runs what is ready among its next
+                ``window`` actions. A send waits until the action that reads it is in the window of
+                the receiver. No rank may then wait for ever.
 
         Returns:
             The schedule itself.

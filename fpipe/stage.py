@@ -31,7 +31,7 @@ class _Missing:
     def __repr__(self) -> str:
         return "MISSING"
 
-    __reduce__ = __repr__
+    __reduce__ = __repr__  # it is pickled as the global of this name
 
 
 MISSING = _Missing()
@@ -123,7 +123,7 @@ class Stage:
     weights: Mapping[str, Weight] | None = field(default=None, compare=False)
 
     def __new__(cls, *args: Any, **named: Any) -> Stage:
-        if named.keys() - cls.__dataclass_fields__:
+        if named.keys() - cls.__dataclass_fields__:  # an error with the name that was meant
             checked(cls.__init__)(*args, **named)
         return object.__new__(cls)
 

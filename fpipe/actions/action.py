@@ -88,7 +88,8 @@ class Fused(NamedTuple):
 
 AnyAction: TypeAlias = Action | Fused
 Row: TypeAlias = tuple[AnyAction, ...]
-#: Forwards and backwards of a schedule that is large: see ``columns``.
+#: A schedule with so many forwards and backwards is large, and its rows are made when they are
+#: read: see ``columns``.
 LARGE = 1 << 16
 
 

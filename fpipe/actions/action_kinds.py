@@ -33,10 +33,10 @@ class Kind:
     Args:
         name: what the letter stands for.
         provides: the facts that it provides. Other stages need the first one only.
-        needs: the facts that it needs, each with the offset of the stage. An offset that leaves the
-            model needs nothing. Only the last fact may be of another stage. Where microbatches have
-            slices, an action needs that fact of its own stage too, with the offset as that of the
-            slice: the state of a sequence goes from each slice to the next, and its gradient back.
+        needs: the facts that it needs, each with an offset to the stage that provides it. Outside
+            the model nothing is needed. Only the last fact may be of another stage. With slices the
+            offset is also one of slices: F of slice 1 needs F of slice 0 of its own stage, and I of
+            slice 0 needs I of slice 1.
         saved: how many times it adds ``Costs.saved`` to the memory of its rank.
         kept: how many times it adds ``Costs.kept``.
         colours: in pictures, of the first stage of a rank and of the last; they can be seen on

@@ -161,7 +161,7 @@ def _value(results: Outputs) -> Tree:
     call = results.call
     # The loss is read first: it may be on its way, and messages of a rank arrive in order.
     value: list[Any] = [results.loss()]
-    value[0].__dict__.update(mistakes.LOSS)
+    value[0].__dict__.update(mistakes.LOSS)  # loss.backward() names value_and_grad
     if call.each is not None:
         value.append(feature("each").in_order(results))
     elif call.has_aux:

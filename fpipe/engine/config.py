@@ -21,7 +21,7 @@ import torch
 from .. import tree
 from ..collectives.group import Group
 from ..errors import GroupError, StageError
-from ..generators import Source, is_path, schedule_from
+from ..generators import Source, schedule_from
 from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import MISSING, Stage
@@ -115,8 +115,6 @@ class Config:
         """The number of slices of a microbatch: ``slices=``, or that of the schedule."""
         if self.requested_slices is not None:
             return self.requested_slices
-        if isinstance(self.schedule, str) and not is_path(self.schedule):
-            return 1
         return self._any_schedule.slices
 
     @cached_property
@@ -232,7 +230,7 @@ def claimed(*groups: Group) -> Iterator[None]:
     ...
     fpipe.errors.GroupError: fpipe.local(2) on cpu is in use by another call of this thread...
     """
-    caller = (get_ident(),)
+    caller = (get_ident(),)  # equal in all calls of a thread, and identical in this one alone
     reserved: list[Group] = []
     try:
         for group in groups:

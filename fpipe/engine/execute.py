@@ -72,8 +72,8 @@ def execute(
     steps: Iterable[tuple[int, StepFn]]
     if watch is not None:
         steps = watch(bound, phase)
-    elif bound.plan.chosen is not None:
-        steps = bound.plan.chosen(bound, r)
+    elif bound.plan.steps_in_order is not None:
+        steps = bound.plan.steps_in_order(bound, r)
     elif phase is None:
         steps = chain(*bound.phases)
     else:

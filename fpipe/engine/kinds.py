@@ -235,12 +235,12 @@ def exchange(
     """
     after: Traced = []
 
-    def work() -> list[dict[int, Interface]]:
+    def work() -> list[dict[int, Interface]]:  # on_all_ranks reports its error to all
         after[:] = step(traced)
         return [new.news(old) for new, old in zip(after, traced, strict=True)]
 
     reports = [work()] if config.local else on_all_ranks(config.group, work)
-    # Several processes may hold a stage. The report of the first of them counts.
+    # Several processes may hold a stage. The first one's report is applied last, so it counts.
     for report in reversed(reports):
         after = [kind.updated(news) for kind, news in zip(after, report, strict=True)]
     return after, any(map(any, reports))

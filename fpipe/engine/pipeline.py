@@ -126,7 +126,7 @@ class Pipeline(PipelineBase[Y, R]):
             *targets: Tree,
             seed: int | None = None,
             loss_scale: Any = None,
-            _value: bool = True,
+            _value: bool = True,  # False: fpipe.grad, which returns no value
             **side: Tree,
         ) -> Any:
             arguments = (params, x, targets, side, loss_scale)
@@ -287,7 +287,7 @@ def pipeline(
     if group is None:
         group = init()
     if not isinstance(group, Group):
-        as_group("group", group)  # raises
+        as_group("group", group)  # raises; it is not in the heart
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
     if schedule == "auto" or isinstance(schedule, Choice):

@@ -139,9 +139,7 @@ def _features(
     if request.each:
         yield feature("each").Each()
     tied = ()
-    ranks_of = request.schedule.placement.ranks_of
-    replicated = any(len(ranks_of(stage)) > 1 for stage in range(config.stages))
-    if config.tied or replicated:
+    if config.tied or request.schedule.placement.replicated:
         sums = feature("ties").sums_of(config, request, interfaces)
         tied = sums.tied
         if sums.specs and request.mode != "forward":

@@ -183,11 +183,12 @@ class Results:
     def pipeline_loss(self) -> Tensor:
         """The total loss of this copy of the pipeline. Ranks that do not compute it receive it."""
         losses: dict[tuple[int, int], Tensor] = {}
+        one_rank = len(self.layout.scalars) == 1
         for rank, places, avals, slots in self.layout.scalars:
             values = None
             if slots is not None:
                 values = [self.regs[rank].slots[slot] for slot in slots]
-            if len(self.layout.scalars) == 1:  # this rank has all: it shares their total alone
+            if one_rank:  # it shares the total alone
                 if values is not None:
                     values = [self._total(dict(zip(places, values, strict=True)))]
                 return self.share(values, [self.layout.total], rank)[0]

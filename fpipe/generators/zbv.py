@@ -34,6 +34,9 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def _pattern(p: int, r: int, m: int) -> str:
+    """The row of rank ``r`` of ``p``; small letters are the second stage of the rank. The further
+    down, the later it begins, and the fewer F of the first stage come before the steady state.
+    """
     warm_up = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
     steady = "FIWfiw" * (m - 2 * p + 1 + r) + "IWfiw" * (p - 1 - r)
     return warm_up + steady + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r

@@ -109,7 +109,7 @@ class Builder:
         place = 0
         self._append(self.messages.begin())
         for position, action in enumerate(row):
-            if place != boundary:  # there, it runs in _end_phase and after it
+            if place != boundary:  # _end_phase and the new phase call it below
                 self._before()
             if any(feature.act(action, position) for feature in self.features):
                 place += len(action.parts)
@@ -236,9 +236,7 @@ class Builder:
         memo = (stage, op, self.job.kind_of[mb], self.job.schedule.placement.path_index(mb))
         if memo not in self._sendings:
             fact = "F" if op == "F" else "I"
-            senders = [stage]
-            if fact == "I" and stage == self.job.stages - 1:
-                senders = [stage + 1, stage]
+            senders = self.messages.senders(stage, fact)
             routes = ((sender, self.messages.outgoing(sender, fact, mb)) for sender in senders)
             self._sendings[memo] = [
                 _sending(sender, fact, by_rank) for sender, by_rank in routes if by_rank
@@ -449,7 +447,7 @@ def _uses(
             if key not in later:  # this read is the last
                 later.add(key)
                 ends.append(place)
-        yield tuple(ends), needed
+        yield Use(tuple(ends), needed)
 
 
 def _feeds(keyed: Sequence[Instruction], wanted: Sequence[Key]) -> dict[Key, int]:

@@ -72,8 +72,7 @@ class Instruction(NamedTuple):
         return getattr(self.op, "program", None)
 
     def __str__(self) -> str:
-        program = self.action is not None and len(self.kind) == 1
-        words = [str(self.action) if program else self.kind, str(self.op)]
+        words = [str(self.action) if self.program else self.kind, str(self.op)]
         if self.reads:
             words.append(f"{list(self.reads)}")
         if self.writes:
@@ -117,5 +116,5 @@ class Op:
         return account.live
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        """The instruction as a function of the registers."""
+        """The instruction as a function, which also sets the slots in ``frees`` to None."""
         raise NotImplementedError

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -163,7 +163,7 @@ class Add(Op):
     ``how`` says of each value: "add" it into the gradient, or "take" or "copy" it as the first.
     """
 
-    how: tuple[str, ...]
+    how: tuple[Literal["add", "take", "copy"], ...]
     sums: tuple[Aval, ...] = ()  # of the gradients; none if some are not known before the run
     kind = "ADD"
     updates = True
@@ -205,7 +205,11 @@ def _copy(tensor: torch.Tensor, accumulate: torch.dtype | None) -> torch.Tensor:
 
 # ---- steps that are generated as source ----
 #: ``s`` are the slots of the registers ``r``. ``{reads}``, ``{free}`` and ``{writes}`` become
-#: slots; the other names are arguments of :func:`step_of`.
+#: slots; the other names are arguments of :func:`step_of`. With one slot each, a program becomes
+#:     box = [s[read0],]
+#:     s[free0] = None
+#:     note(text)
+#:     s[write0], = run(box)
 _PROGRAM = """
 box = [{reads}]
 {free}
@@ -227,7 +231,7 @@ if message is None:
 
 
 def step_of(body: str, ins: Instruction, **names: object) -> StepFn:
-    """The step of an instruction with this body, in which names have these values."""
+    """The function of an instruction: ``body`` as code, with ``names`` bound to these values."""
     kept = tuple([slot >= 0 for slot in ins.writes])
     bind = _binder(body, tuple(names), len(ins.reads), len(ins.frees), kept)
     writes = [slot for slot in ins.writes if slot >= 0]

@@ -58,7 +58,6 @@ class LoweringInput:
     wired: bool = False  # some ranks are in other processes
     staged: bool = False  # messages lie on the host
     strict: bool = False  # a send blocks until it is received
-    ahead: int = 2  # how many receives are posted ahead of a wait
     features: tuple[Feature, ...] = ()
 
     @property

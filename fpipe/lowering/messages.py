@@ -25,6 +25,9 @@ from .value_graph import Out
 #: By letter of an action: the facts of it that other ranks may need.
 _FACTS = {op: tuple(fact for fact in kind.provides if fact in "FI") for op, kind in KINDS.items()}
 
+#: How many receives are posted ahead of a wait.
+AHEAD = 2
+
 #: The ranks to which values are sent, each with its values.
 Routes: TypeAlias = Sequence[tuple[int, Sequence[Out]]]
 
@@ -99,22 +102,27 @@ class Messages:
 
     def _messages_from(self, src: int) -> Iterator[Message]:
         """The messages that a rank sends to this one, from its row."""
-        last = self.job.stages - 1
         for action, place, _ in places(self.job, src):
             stage, _, mb = action
             for fact in _FACTS[action.op]:
-                of_loss = fact == "I" and stage == last
-                for sender in (stage + 1, stage) if of_loss else (stage,):
+                for sender in self.senders(stage, fact):
                     for rank, outs in self.outgoing(sender, fact, mb):
                         if rank == self.rank:
                             yield Message(*_values(outs, mb), action, place)
+
+    def senders(self, stage: int, fact: str) -> tuple[int, ...]:
+        """The stages whose values leave with a fact of a stage: with I of the last one the loss's
+        leave first.
+        """
+        of_loss = fact == "I" and stage == self.job.stages - 1
+        return (stage + 1, stage) if of_loss else (stage,)
 
     # ---- instructions ----
     def begin(self) -> Iterator[Instruction]:
         """Post the first receives of a phase."""
         if not self.job.strict:
             for channel in self.channels:
-                yield from post(channel, channel.received + self.job.ahead)
+                yield from post(channel, channel.received + AHEAD)
 
     def before(self, place: int) -> Iterable[Instruction]:
         """What comes before the action at a place of the row."""
@@ -149,7 +157,7 @@ class Messages:
         if key not in self.incoming:
             return
         channel, number = self.incoming[key]
-        ahead = 0 if self.job.strict else self.job.ahead
+        ahead = 0 if self.job.strict else AHEAD
         while channel.received <= number:
             yield from post(channel, channel.received + 1 + ahead)
             keys, specs, action, place = channel.messages[channel.received]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 from ..actions.action import Action, AnyAction, Row
 from ..actions.product import product
@@ -19,8 +19,12 @@ from .instruction import Instruction
 from .keys import Key
 from .memory import MemoryAccount
 
-#: Of an instruction: the places of the reads that end there, and which writes are used later.
-Use: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...]]
+
+class Use(NamedTuple):
+    """Which values an instruction over keys reads for the last time, and which writes are read."""
+
+    last_reads: tuple[int, ...]  # places in ``reads``
+    kept_writes: tuple[bool, ...]  # for each write, whether it is read later
 
 
 class Feature:
@@ -73,8 +77,8 @@ class Plan:
     ``feeds`` maps values to the slots that hold them before the start, ``results`` to those that
     hold them at the end. ``split`` is the first instruction after the last forward (for ``vjp``).
     ``peak`` is the most bytes held at once, without parameters and the caller's batch. With
-    ``engine="eager"`` it is an estimate. It is a lower bound for stages that look at their data:
-    what autograd allocates inside their programs is not known.
+    ``engine="eager"`` it is an estimate and, for stages that look at their data, a lower bound:
+    what autograd allocates in them is not known.
     """
 
     rank: int
@@ -100,8 +104,9 @@ class Plan:
         """The most bytes held at once."""
         return max(self.curve, default=0)
 
-    #: A function of the executable and the registers that yields the steps in another order.
-    chosen: ClassVar[Any] = None
+    #: A subclass may set it: a function of the executable and the registers that yields the steps
+    #: in the order in which they run.
+    steps_in_order: ClassVar[Any] = None
 
     def carried(self) -> tuple[int, ...]:
         """The slots that are filled before ``split`` and read after it."""

@@ -28,7 +28,6 @@ from .keys import (
     Seed,
     Side,
     Source,
-    State,
     Target,
     Value,
     WholeParam,
@@ -159,8 +158,7 @@ class ValueGraph:
         """
         while stage < self.stages:
             stage = stage + 1
-            dxs = self._input_gradients(stage)
-            source = dxs[leaf] if leaf < len(dxs) else None
+            source = self._input_gradients(stage)[leaf]
             if source is None:
                 return None
             if not isinstance(source, int):
@@ -221,7 +219,8 @@ class ValueGraph:
             return cotangent
         if role == "cotangent" or role == "aux cotangent":
             return Seed(stage)
-        return {"param": Param, "side": Side, "state": State, "grad": Grad}[role](stage, leaf)
+        assert role == "side", "the builder has the keys of parameters, gradients and state"
+        return Side(stage, leaf)
 
     # ---- messages ----
     @cached_property
@@ -252,7 +251,7 @@ class ValueGraph:
         """The stages that read output ``leaf`` of a stage, also through those that pass it on."""
         above = stage + 1
         if above == self.stages:
-            if leaf >= len(self.sink_reads) or self.sink_reads[leaf]:
+            if self.sink_reads[leaf]:
                 yield above
             return
         interface = self.interfaces[above]
@@ -274,7 +273,7 @@ class ValueGraph:
             yield -1
             return
         interface = self.interfaces[stage]
-        if leaf < len(interface.reads_dy) and interface.reads_dy[leaf]:
+        if interface.reads_dy[leaf]:
             yield stage
         for source in _copies(interface.dxs, leaf):
             yield from self._gradient_readers(stage - 1, source)

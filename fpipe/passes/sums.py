@@ -358,10 +358,12 @@ class _InOrder(Feature):
         before = self.leaves[step.stage][step.place]
         kept = self.gradients.pop((step.stage, step.unit))
         if kept:
-            how = tuple("add" if g.leaf in before else "take" if g.own else "copy" for g in kept)
             accumulate = self.builder.job.accumulate
             sums = tuple(sum_of(g.aval, accumulate) for g in kept if g.aval is not None)
-            add = Add(how, sums if len(sums) == len(kept) else ())
+            add = Add(
+                tuple("add" if g.leaf in before else "take" if g.own else "copy" for g in kept),
+                sums if len(sums) == len(kept) else (),
+            )
             reads = tuple(g.key for g in kept)
             writes = self._keys(step.stage, self.since[step.stage], [g.leaf for g in kept])
             action = Action(step.stage, "W", step.unit)

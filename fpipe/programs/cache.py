@@ -56,7 +56,7 @@ class Traces(dict[Key, Programs]):
 
 
 #: By identity of the function: two that are equal (``==``) may compute something else.
-_WEAK: MutableMapping[object, Traces] = WeakIdKeyDictionary()
+_BY_FUNCTION: MutableMapping[object, Traces] = WeakIdKeyDictionary()
 #: Programs of other engines refer to their function, so they are cached as long as they are used.
 _UNTRACED: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
 
@@ -73,7 +73,7 @@ def programs_of(
     The outputs ``unused`` have no cotangent. ``occasion`` is the same for all signatures of one
     call.
     """
-    one_size = stage.dynamic is False  # never a trace for all sizes, such as another Stage may have
+    one_size = stage.dynamic is False  # never the trace for all sizes of another Stage of fn
     state = surroundings()
     options: Key = (stage.aux_loss, stage.state, stage.compile, one_size, state, unused)
     fn = stage.fn
@@ -144,7 +144,7 @@ def _of_one_pipeline(first: Occasion | None, occasion: Occasion | None) -> bool:
 def _traces_of(fn: Callable[..., object]) -> Traces:
     """The traces of this very function. Another that is equal to it (``==``) has its own."""
     try:
-        return _WEAK.setdefault(fn, Traces())
+        return _BY_FUNCTION.setdefault(fn, Traces())
     except TypeError:
         identity = feature("identity")
         return identity.traces_of(identity.Same(fn))

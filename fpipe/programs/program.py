@@ -232,7 +232,9 @@ class Programs(HeldBytes):
 
     ``y, saved = forward(params, x)`` and ``dx, dparams = backward(saved, dy)``; or, with the same
     bits, ``dx, kept = backward_input(saved, dy)`` and ``dparams = backward_weight(kept)``.
-    ``saved`` names the values held from F to I or B, ``kept`` those from I to W.
+    ``saved`` names the values held from F to I or B, ``kept`` those from I to W. ``ys`` names the
+    leaves of the output, ``dps`` and ``dxs`` the gradients of params and x by leaf; None is a leaf
+    that is no tensor or has no gradient.
 
     >>> from fpipe import trace
     >>> programs = trace(lambda p, x: x * p, torch.tensor(3.0), torch.ones(2))

@@ -114,18 +114,18 @@ def _recorded(
         outputs = replace(outputs_of(stage, signature, sizes), unused=unused)
         return outputs, joint_graph(stage, signature, outputs, sizes)
 
-    calls = list[Any]()  # one record of all calls of blocks; empty where there is no block
+    calls: Any = None  # the record of all calls of blocks, if there is one
 
     def on_block(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal calls
         blocks = feature("blocks.calls")
-        if not calls:
-            calls.append(blocks.Calls(stage.label, sizes))
-        return blocks.called(calls[0], block, args, kwargs)
+        calls = calls or blocks.Calls(stage.label, sizes)
+        return blocks.called(calls, block, args, kwargs)
 
     with suppress(InexactError), setting(BLOCKS, on_block):
         outputs, graph = record()
-        for record_of_calls in calls:
-            feature("blocks.inlining").inline(graph, record_of_calls.calls)
+        if calls is not None:
+            feature("blocks.inlining").inline(graph, calls.calls)
         return outputs, graph
     return record()
 

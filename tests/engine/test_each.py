@@ -196,8 +196,8 @@ def test_inside_a_transform():
 
 
 def test_no_trace_for_a_value_of_each():
-    pipe, before = piped(), len(cache._WEAK)
+    pipe, before = piped(), len(cache._BY_FUNCTION)
     for number in range(3):
         fpipe.value_and_grad(pipe, each=lambda n, y, loss, number=number: number)(PARAMS, X, T)
     assert len(pipe.cache.plans) == 1
-    assert len(cache._WEAK) <= before + 2
+    assert len(cache._BY_FUNCTION) <= before + 2

@@ -98,7 +98,7 @@ class ReadyPlan(Plan):
         """By executable, the orders that its runs have taken."""
         return {}
 
-    chosen = steps_in_order
+    steps_in_order = steps_in_order
 
     def __str__(self) -> str:
         head, *lines = super().__str__().split("\n")
