@@ -2,17 +2,18 @@
 """``engine="eager"``: the four programs of a stage on autograd, for functions that look at their
 data.
 
-    F   runs the function and records its graph          B   one ``torch.autograd.grad`` for
-    everything I   from the outputs to the inputs                   W   from the forks of that path
-    to the parameters
+* F runs the function and records its graph.
+* B is one ``torch.autograd.grad`` for all gradients.
+* I goes from the outputs to the inputs.
+* W goes from the forks of that path to the parameters.
 
-The function may take another path with each microbatch, but shapes, dtypes and structure of its
-results must stay: the plan needs them beforehand (``shape_probe``) and F checks them. Costs over
-the trace engine: the function's own Python; about 0.1 ms a transformer block in I to survey the
-graph, and as much a linear layer in W. Of a function that looks at its data, no input is known to
-be unused, so the gradients of unused inputs are zeros, which are sent. Bytes from F to I and from I
-to W are those that the shape probe found. What ``autograd_split`` cannot split is computed in I; so
-is everything where the function sets hooks on tensors, which would run twice. Knows no schedules or
+The function may take another path with each microbatch. Shapes, dtypes and structure of its results
+must stay: the plan needs them beforehand (``shape_probe``), and F checks them. Beside the trace
+engine it costs the function's own Python, about 0.1 ms a transformer block in I to survey the
+graph, and as much a linear layer in W. No input of a function that looks at its data is known to be
+unused, so the gradients of unused inputs are zeros, which are sent. The shape probe found the bytes
+that are held from F to I and from I to W. I computes what ``autograd_split`` cannot split, and
+everything where the function sets hooks on tensors, which would run twice. Knows no schedules or
 ranks.
 """
 
