@@ -12,19 +12,21 @@ import torch
 from .. import tree
 from ..errors import StageError
 from ..programs.program import Program, Programs
-from ..tree import Structure, Tree
+from ..tree import AbstractLeaf, AbstractTree, Aval, Structure, Tree, abstract
 
 #: A pytree that was flattened.
 Flat: TypeAlias = tuple[list[Any], Structure]
 Values: TypeAlias = dict[str, Any]
+_NAMES = ("params", "x", "the side inputs", "state")
 
 
 @dataclass(frozen=True, eq=False)
 class Carried:
     """Values between two programs by name, and the flat arguments of the first, like which
-    gradients are returned.
+    gradients are returned. ``next`` are the programs that may read them.
     """
 
+    next: tuple[Program, ...]
     values: Values
     params: Flat
     x: Flat
@@ -34,12 +36,12 @@ def forward(
     programs: Programs, params: Tree, x: Tree, /, *, state: Tree = None, **side: Tree
 ) -> Tree:
     """``(y, saved)``; with the auxiliary scalar and the new state beside ``y`` where there are."""
-    flat_params = tree.flatten(params)
-    flat_x = tree.flatten(x)
-    groups = (flat_params[0], flat_x[0], tree.leaves(side), tree.leaves(state))
+    groups = [tree.flatten(value) for value in (params, x, side, state)]
+    for name, (leaves, structure), traced in zip(_NAMES, groups, programs.signature, strict=True):
+        _check(name, AbstractTree.flat(structure, leaves), traced)
     given = {
         f"{prefix}{index}": leaf
-        for prefix, leaves in zip("pxkt", groups, strict=True)
+        for prefix, (leaves, _) in zip("pxkt", groups, strict=True)
         for index, leaf in enumerate(leaves)
     }
     values = _run(programs.f, given)
@@ -51,7 +53,8 @@ def forward(
     if outputs.state is not None:
         extras.append(outputs.state.fill(values[name] for name in programs.new_state))
     saved = {name: values[name] for name in programs.saved}
-    return (y, *extras) if extras else y, Carried(saved, flat_params, flat_x)
+    carried = Carried((programs.b, programs.i), saved, *groups[:2])
+    return (y, *extras) if extras else y, carried
 
 
 def backward(
@@ -62,7 +65,7 @@ def backward(
     daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Tree]:
     """``(dx, dparams)``."""
-    values = _run(programs.b, saved.values | _cotangents(programs, dy, daux))
+    values = _run(programs.b, _read(programs, saved, programs.b) | _cotangents(programs, dy, daux))
     dx = _gradients(programs.dxs, saved.x, values)
     return dx, _gradients(programs.dps, saved.params, values)
 
@@ -75,37 +78,83 @@ def backward_input(
     daux: torch.Tensor | None = None,
 ) -> tuple[Tree, Carried]:
     """``(dx, kept)``."""
-    values = _run(programs.i, saved.values | _cotangents(programs, dy, daux))
+    values = _run(programs.i, _read(programs, saved, programs.i) | _cotangents(programs, dy, daux))
     kept = {name: values[name] for name in programs.kept}
-    return _gradients(programs.dxs, saved.x, values), Carried(kept, saved.params, saved.x)
+    carried = Carried((programs.w,), kept, saved.params, saved.x)
+    return _gradients(programs.dxs, saved.x, values), carried
 
 
 def backward_weight(programs: Programs, kept: Carried) -> Tree:
     """``dparams``."""
-    return _gradients(programs.dps, kept.params, _run(programs.w, kept.values))
+    values = _run(programs.w, _read(programs, kept, programs.w))
+    return _gradients(programs.dps, kept.params, values)
+
+
+def _check(name: str, given: AbstractTree, traced: AbstractTree) -> None:
+    """Raise StageError unless an argument is like the one that was traced, strides aside."""
+    if given.spec != traced.spec:
+        raise _other(name, given.spec, traced.spec)
+    for one, other in zip(given.leaves, traced.leaves, strict=True):
+        _check_leaf(name, one, other)
+
+
+def _check_leaf(name: str, given: AbstractLeaf, traced: AbstractLeaf) -> None:
+    if isinstance(given, Aval) and isinstance(traced, Aval):
+        same = given._replace(stride=traced.stride, grad=traced.grad) == traced
+        if not same:
+            raise _other(name, f"{given} on {given.device}", f"{traced} on {traced.device}")
+    elif given != traced:
+        raise _other(name, given, traced)
+
+
+def _other(name: str, given: object, traced: object) -> StageError:
+    return StageError(
+        f"{name} has {given}, where the programs were traced for {traced}; call fpipe.trace with "
+        "such arguments, or fpipe.pipeline, which traces what it gets"
+    )
+
+
+def _read(programs: Programs, carried: object, program: Program) -> Values:
+    """The values that an earlier program returned for this one."""
+    if not isinstance(carried, Carried) or program not in carried.next:
+        text = "that of others" if isinstance(carried, Carried) else type(carried).__name__
+        raise StageError(
+            f"{program!r} reads what another program of its trace returned beside y or dx, not "
+            f"{text}; pass saved of forward to backward or backward_input, and kept of "
+            "backward_input to backward_weight"
+        )
+    values = dict(carried.values)
+    if programs.eager:
+        if program.inputs and not values:
+            raise StageError(
+                f"{program!r} runs on autograd, which frees a graph in its first backward; call "
+                "forward again before another"
+            )
+        carried.values.clear()
+    return values
 
 
 def _run(program: Program, values: Values) -> Values:
     """The values with those that a program computes from them."""
-    for name in program.inputs:
-        if name not in values:
-            raise StageError(
-                f"the arguments have no leaf {name!r}, which {program!r} reads; pass trees of the "
-                "structure that was traced"
-            )
     results = program([values[name] for name in program.inputs])
     return values | dict(zip(program.outputs, results, strict=True))
 
 
 def _cotangents(programs: Programs, dy: Tree, daux: torch.Tensor | None) -> Values:
+    """The cotangents by name, from one leaf for each output that is a tensor."""
     leaves = tree.leaves(dy)
-    names = [name for name, y in zip(programs.dys, programs.ys, strict=True) if y is not None]
-    if len(leaves) != len(names):
+    avals = programs.outputs.y.avals
+    if len(leaves) != len(avals):
         raise StageError(
-            f"dy has {len(leaves)} leaves where the stage gives {len(names)}; give one for each "
+            f"dy has {len(leaves)} leaves where the stage gives {len(avals)}; give one for each "
             "output"
         )
-    values = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
+    values: Values = {}
+    for leaf, (j, aval) in zip(leaves, avals.items(), strict=True):
+        name = programs.dys[j]
+        if name is not None:
+            _check_leaf("dy", abstract(leaf), aval)
+            values[name] = leaf
     if programs.daux is not None:
         one = torch.ones((), dtype=programs.daux.dtype, device=programs.daux.device)
         values["daux"] = one if daux is None else daux

@@ -342,6 +342,17 @@ def parts_error(label: str, names: Sequence[str], out: object) -> StageError:
     )
 
 
+def aux_error(result: object) -> StageError:
+    """The error for a loss that returned more than a scalar, without has_aux=True."""
+    text = type(result).__name__
+    if isinstance(result, tuple):
+        text = f"a tuple of {len(result)}"
+    return StageError(
+        f"the loss returned {text}, where it must return one scalar tensor; return the scalar "
+        "alone, or (scalar, aux) and pass has_aux=True to fpipe.value_and_grad"
+    )
+
+
 def scalar_error(label: str, first: Aval | None) -> StageError:
     """The error for a loss whose first tensor is not one floating number."""
     if first is None or first.shape != ():

@@ -25,7 +25,7 @@ from ..tree import Aval
 from .held import Held, HeldBytes
 from .internals import Op, direct, draws, is_collective, without_autocast
 from .operations import Input, Operation, Ref, Role
-from .signature import Outputs
+from .signature import Outputs, Signature
 
 Adds: TypeAlias = Mapping[str, Sequence[str]]
 #: The values of the names in a source. The private functions of this module add to it.
@@ -247,7 +247,7 @@ class Programs(HeldBytes):
     b: Program
     i: Program
     w: Program
-    counts: tuple[int, ...]  # numbers of leaves of params, x, side, state
+    signature: Signature
     outputs: Outputs
     ys: tuple[str | None, ...]
     aux: str | None
@@ -273,6 +273,11 @@ class Programs(HeldBytes):
     #: If the sizes are not those of the trace: the programs of the trace, and a function that
     #: resizes one of them.
     origin: tuple[Programs, Callable[[Program], Program]] | None = None
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of leaves of params, x, side inputs and state."""
+        return self.signature.counts
 
     @cached_property
     def dys(self) -> tuple[str | None, ...]:

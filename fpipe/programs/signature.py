@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from .internals import (
     unseeded,
 )
 
+T = TypeVar("T")
 #: The types that leaves of an output may have, beside tensors.
 LITERALS = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
 
@@ -271,7 +272,7 @@ class LossCall:
     def __call__(self, _: object, x: tuple[object, ...], /, **side: object) -> object:
         result = self.loss(*x, **side)
         if not self.has_aux:
-            return result
+            return check_alone(result)
         scalar, aux = with_aux(result)
         aux = tree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, aux)
         return WithExtra(scalar, aux) if self.extra else (scalar, aux)
@@ -310,6 +311,13 @@ def with_aux(result: object) -> tuple[Any, Any]:
         raise StageError(
             f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}"
         )
+    return result
+
+
+def check_alone(result: T) -> T:
+    """Return what a loss without has_aux=True returned; StageError if it is more than a scalar."""
+    if len(tree.leaves(result)) > 1:
+        raise feature("explain").aux_error(result)
     return result
 
 

@@ -229,7 +229,7 @@ def _programs(
         program("B", pieces.b),
         program("I", pieces.i),
         program("W", pieces.w),
-        counts=signature.counts,
+        signature=signature,
         outputs=_with_strides(outputs, filter(None, joint.ys), sizes),
         ys=names(joint.ys),
         aux=aux,

@@ -97,6 +97,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: step(loss=lambda y, t: 1.0),
         "the loss .* must return one scalar tensor .* no gradient",
     ),
+    "a loss with aux, without has_aux=True": (
+        lambda: step(loss=lambda y, t: (squared(y, t), y.sum())),
+        r"the loss returned a tuple of 2.*\(scalar, aux\) and pass has_aux=True",
+    ),
+    "a loss with aux, without has_aux=True, on autograd": (
+        lambda: step(loss=lambda y, t: {"loss": squared(y, t), "y": y}, engine="eager"),
+        "the loss returned dict.*has_aux=True",
+    ),
     "a loss that calls item": (
         lambda: step(loss=lambda y, t: squared(y, t).item()),
         r"A loss returns a tensor: leave out item\(\)",

@@ -267,10 +267,45 @@ def operations(program: Any) -> list[str]:
 
 def test_trees_of_another_structure_are_refused():
     programs = trace(lambda p, x: x @ p["w"] + p["b"], {"w": EYE, "b": CONSTANT}, X)
-    with pytest.raises(
-        fpipe.errors.StageError, match=r"no leaf 'p1', which .* the structure that was traced"
-    ):
+    with pytest.raises(fpipe.errors.StageError, match=r"params has .*'w'.* were traced for .*'b'"):
         programs.forward({"w": EYE}, X)
+
+
+def by_hand_mistakes() -> dict[str, tuple[Callable[[Any, Any, Any], object], str]]:
+    other = trace(lambda p, x: x * p, EYE, torch.ones(3, 3))
+    return {
+        "other sizes": (lambda p, s, k: p.forward(EYE, torch.ones(4, 3)), r"x has float32\[4, 3\]"),
+        "another dtype": (lambda p, s, k: p.forward(EYE.double(), X), "params has float64"),
+        "another device": (lambda p, s, k: p.forward(EYE, X.to("meta")), "on meta, where"),
+        "another structure": (lambda p, s, k: p.forward(EYE, [X]), "x has PyTreeSpec"),
+        "other sizes of dy": (lambda p, s, k: p.backward(s, torch.ones(4, 3)), "dy has float32"),
+        "saved of nothing": (lambda p, s, k: p.backward_input((), X), "not tuple; pass saved"),
+        "kept of nothing": (lambda p, s, k: p.backward_weight(None), "and kept of backward_input"),
+        "saved for kept": (lambda p, s, k: p.backward_weight(s), "not that of others"),
+        "saved of others": (lambda p, s, k: other.backward(s, torch.ones(3, 3)), "that of others"),
+    }
+
+
+@pytest.mark.parametrize("name", by_hand_mistakes())
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_programs_by_hand_refuse_what_they_were_not_traced_for(engine: Any, name: str):
+    """A number of the trace, such as the length of an axis, gave silently wrong results."""
+    call, message = by_hand_mistakes()[name]
+    stage = fpipe.Stage(lambda p, x: x @ p / x.shape[0], engine=engine)
+    programs = trace(stage, EYE, X)
+    y, saved = programs.forward(EYE, X)
+    _, kept = programs.backward_input(saved, y)
+    _, saved = programs.forward(EYE, X)
+    with pytest.raises(fpipe.errors.StageError, match=message):
+        call(programs, saved, kept)
+
+
+def test_a_graph_of_autograd_runs_backward_once():
+    programs = trace(fpipe.Stage(lambda p, x: x @ p, engine="eager"), EYE, X)
+    y, saved = programs.forward(EYE, X)
+    programs.backward(saved, y)
+    with pytest.raises(fpipe.errors.StageError, match="call forward again"):
+        programs.backward(saved, y)
 
 
 def test_i_does_only_what_the_input_gradient_needs():

@@ -23,6 +23,7 @@ from ...engine.microbatches import Microbatches, joined
 from ...engine.parts import Parts
 from ...errors import ActionError, FpipeError, StageError
 from ...programs.signature import (
+    check_alone,
     check_aux,
     check_scalar,
     copied,
@@ -103,7 +104,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         first = next(filter(tree.is_tensor, tree.leaves(returned)), None)
         check_scalar(as_stage(config.loss).label, first)
         assert first is not None
-        aux = with_aux(returned)[1] if call.has_aux else None
+        aux = with_aux(returned)[1] if call.has_aux else check_alone(returned)
         if call.each is not None:
             with _explained(f"each= after microbatch {m}"):
                 aux = call.each(m, y, returned)

@@ -364,7 +364,7 @@ class _Engine:
             self._program("B", both, back, (*dxs, *dps)),
             i,
             w,
-            counts=signature.counts,
+            signature=signature,
             outputs=outputs,
             ys=tuple(passed.get(j, name) for j, name in enumerate(_by_leaf("y", ys, outputs.y))),
             aux=aux,

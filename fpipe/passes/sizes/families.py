@@ -92,11 +92,11 @@ class Families:
     occasion: object = None
     fault: str = ""
 
-    def programs(self, label: str, signature: Signature) -> Programs | None:
+    def programs(self, signature: Signature) -> Programs | None:
         """The programs for a signature from a trace that is here."""
         for family in self.families:
             if (numbers := family.numbers(signature)) is not None:
-                return programs_at(family.traced, numbers, f"{label} {signature}")
+                return programs_at(family.traced, numbers, signature)
         return None
 
     def extended(
@@ -170,11 +170,11 @@ def programs_of(
     if first[0] is not signature:
         before = Families(seen=first[:1], occasion=first[1])
     before = store.get(key, before)
-    programs = before.programs(stage.label, signature)
+    programs = before.programs(signature)
     if programs is not None:
         return programs
     families = store[key] = before.extended(stage, signature, unused, occasion)
-    programs = families.programs(stage.label, signature)
+    programs = families.programs(signature)
     if programs is None:
         with timed("tracing"):
             programs = traced(stage, signature, unused)
@@ -212,7 +212,7 @@ def _traced(
         raise RuntimeError("its conditions do not hold for the sizes that it was traced with")
     with timed("tracing"):
         plain = traced(stage, signature, unused)
-    if operations_of(programs_at(programs, numbers, "")) != operations_of(plain):
+    if operations_of(programs_at(programs, numbers, signature)) != operations_of(plain):
         raise InexactError(
             "it computes something else where sizes are symbols; it may ask for the type of a "
             "size, as isinstance(n, int) does"

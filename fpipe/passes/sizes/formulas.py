@@ -21,6 +21,7 @@ from torch import fx
 from ...programs.internals import Fake, Sizes
 from ...programs.operations import Operation, Ref
 from ...programs.program import Program, Programs
+from ...programs.signature import Signature
 from ...tree import Aval
 from .replacing import replaced
 from .symbols import NAMES, Computed, Placed, SymbolicFake, Symbols, computed, is_symbolic, text_of
@@ -126,8 +127,9 @@ def at(value: Any, numbers: Numbers) -> Any:
     return replaced(value, Placed, lambda number: numbers[number.place])
 
 
-def programs_at(programs: Programs, numbers: Numbers, label: str) -> Programs:
-    """The programs of a symbolic trace for other sizes; ``label`` describes them."""
+def programs_at(programs: Programs, numbers: Numbers, signature: Signature) -> Programs:
+    """The programs of a symbolic trace for the sizes of another signature."""
+    label = f"{programs.label} {signature}"
     known: dict[Operation, Operation] = {}
 
     def operation(one: Operation) -> Operation:
@@ -160,6 +162,7 @@ def programs_at(programs: Programs, numbers: Numbers, label: str) -> Programs:
         b=program(programs.b),
         i=program(programs.i),
         w=program(programs.w),
+        signature=signature,
         outputs=at(programs.outputs, numbers),
         grad_avals=at(programs.grad_avals, numbers),
         memory=memory,
