@@ -31,6 +31,11 @@ class Copies:
     reduction: Literal["mean", "sum"] | None = None  # None: that of the pipeline
 
     def __post_init__(self) -> None:
+        dtype = self.dtype
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise StageError(
+                f"copies(reduce_dtype={dtype!r}); give a floating dtype, such as torch.bfloat16"
+            )
         if self.zero not in (0, 1, 2, 3):
             raise StageError(
                 f"zero={self.zero!r}; 0 keeps everything whole, 1 cuts the optimizer state, 2 the "

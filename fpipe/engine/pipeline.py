@@ -19,7 +19,7 @@ from ..actions.product import feature, product
 from ..collectives.group import Group, as_group
 from ..collectives.setup import init
 from ..errors import StageError
-from ..generators import Source
+from ..generators import Source, is_path, read_schedule
 from ..schedule import Schedule
 from ..stage import OF_MODULES, Elsewhere, Engine, Stage, as_stage, patterns, with_defaults
 from ..tree import Tree
@@ -288,6 +288,8 @@ def pipeline(
         group = init()
     if not isinstance(group, Group):
         as_group("group", group)  # raises; it is not in the heart
+    if is_path(schedule):
+        schedule = read_schedule(schedule)
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
     if schedule == "auto" or isinstance(schedule, Choice):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from os import PathLike
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ..actions.dependencies import uncollected
 from ..actions.product import feature
@@ -189,7 +189,7 @@ def schedule_from(
     """
     if isinstance(source, Schedule):
         return source
-    if isinstance(source, PathLike) or (isinstance(source, str) and is_path(source)):
+    if is_path(source):
         return read_schedule(source)
     if isinstance(source, str):
         return make_schedule(source, ranks, microbatches, stages, slices=slices)
@@ -198,15 +198,17 @@ def schedule_from(
     return returned(called(source, ranks, microbatches), "the schedule function")
 
 
-def is_path(source: str) -> bool:
+def is_path(source: object) -> TypeGuard[str | PathLike[str]]:
     """Whether :func:`schedule_from` reads ``source`` as a path.
 
-    A path ends in .csv or .txt, contains a separator of folders, or is an existing file whose name
+    A path as text ends in .csv or .txt, contains a separator of folders, or is an existing file whose name
     is not that of a schedule.
 
     >>> is_path("plan.csv"), is_path("1F1B")
     (True, False)
     """
+    if not isinstance(source, str):
+        return isinstance(source, PathLike)
     if source.lower().endswith((".csv", ".txt")) or os.sep in source:
         return True
     return os.path.isfile(source) and key(source) not in ENTRIES

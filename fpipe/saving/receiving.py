@@ -147,6 +147,6 @@ def _nested(names: Names, stage: int, taken: Mapping[str, Tensor]) -> Tree:
         raise CheckpointError(
             f"there is no tensor {missing[0] if missing else names.stages[stage].prefix!r} for "
             f"stage {stage}; pass the tensors of the whole model, by names as fpipe.stream has "
-            "them, or like=params"
+            "them, and like=params if a stage has none"
         )
     return nested({path: taken[key] for path, key in keys.items()}, lists=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..collectives.group import Group, as_group
-from ..errors import checked
+from ..errors import StageError, checked
 from .leaves import map_kinds
 from .transform import Transform, on_leaves
 
@@ -20,7 +20,8 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     """The mean over the processes of a group, such as the data-parallel replicas of a stage.
 
     Args:
-        group: the processes; each of them calls with trees of the same form.
+        group: the processes; each of them calls with trees of the same form. Gradients of
+            ``fpipe.copies(zero=1)`` or more are means already, each process's of another part.
         dtype: in which gradients are sent and added, by default each leaf's; the result has the
             leaf's dtype.
 
@@ -31,6 +32,12 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     as_group("mean_over", group)
 
     def kernel(leaves):
+        zero = max(getattr(leaf, "zero", 0) for leaf in leaves)
+        if zero:
+            raise StageError(
+                f"mean_over got shards of gradients, which fpipe.copies(zero={zero}) has averaged: "
+                "those of another process are of other elements; leave mean_over out"
+            )
         flat = torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
         mean = group.all_reduce(flat if dtype is None else flat.to(dtype), "mean").to(flat.dtype)
         parts = mean.split([leaf.numel() for leaf in leaves])

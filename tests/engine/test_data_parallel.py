@@ -729,3 +729,30 @@ def part(number: int) -> Any:
 def test_an_unknown_reduction_of_copies_is_refused():
     with pytest.raises(fpipe.errors.StageError, match=r"reduction='max'\); give 'mean' or 'sum'"):
         pipe_of("1F1B", fpipe.local(1), dp_reduction="max")
+
+
+def test_a_dtype_in_which_no_gradient_is_sent_is_refused():
+    for dtype in (torch.int32, "bf16"):
+        with pytest.raises(fpipe.errors.StageError, match="give a floating dtype"):
+            fpipe.copies(fpipe.local(1), reduce_dtype=dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shards_are_not_averaged_again(zero: Any):
+    """Shards of two processes are of other elements; ``mean_over`` averaged these, or hung."""
+
+    def run(dp: Any) -> str:
+        pipe = fpipe.pipeline(
+            [torch.mul],
+            loss=torch.sum,
+            microbatches=2,
+            group=fpipe.local(1),
+            dp=fpipe.copies(dp, zero=zero),
+        )
+        params = pipe.shard([torch.ones(64)])
+        grads = fpipe.grad(pipe)(params, torch.ones(4, 64))
+        with pytest.raises(fpipe.errors.StageError, match="leave mean_over out") as caught:
+            fpipe.mean_over(dp).update(grads, ())
+        return str(caught.value)
+
+    assert all(f"zero={zero}" in text for text in on_copies(run))

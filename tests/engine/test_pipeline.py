@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -891,3 +892,13 @@ def test_a_narrow_sum_is_rounded_after_each_microbatch():
             before = [(s.float() + g).to(torch.bfloat16) for s, g in zip(sums, parts, strict=True)]
         sums = before
     assert all(map(torch.equal, grads, sums))
+
+
+def test_a_file_says_how_many_microbatches_there_are(tmp_path: Path):
+    """Without ``microbatches=`` a path was refused, where its ``Schedule`` was not."""
+    path = tmp_path / "plan.csv"
+    fpipe.make_schedule("1F1B", ranks=2, microbatches=6).to_csv(path)
+    for source in (path, str(path)):
+        pipe = fpipe.pipeline([torch.mul] * 2, source, loss=torch.sum, group=fpipe.local(2))
+        grads = fpipe.grad(pipe)([torch.tensor(2.0)] * 2, torch.ones(12))
+        assert [grad.item() for grad in grads] == [4.0, 4.0]

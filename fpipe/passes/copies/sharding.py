@@ -229,7 +229,10 @@ class Share:
             return layout.whole(bucket, memory)
         if self.copies.zero == 1:  # all was reduced; this process keeps its part
             memory = part_of(memory, layout.part, layout.parts).clone()
-        return layout.split(bucket, memory)
+        pieces = layout.split(bucket, memory)
+        for piece in pieces:
+            piece.__dict__["zero"] = self.copies.zero  # for mean_over, which must not average them
+        return pieces
 
     def landed(self) -> list[int | None]:
         """Bytes of each leaf's value afterwards; None: it is a view of what was under way."""
