@@ -313,12 +313,8 @@ class Auto:
         are checked. Where they exceed the memory, the choice is made again with as much less.
         """
         plans = plans_of(run)
-        own = {
-            name: {int(stage): float(value) for stage, value in values.items()}
-            for name, values in plans.figures.items()
-        }
-        parts = self.group.gather_objects(own)
-        figures = {name: ChainMap(*(part[name] for part in parts)) for name in own}
+        parts = self.group.gather_objects(plans.figures)
+        figures = {name: ChainMap(*(part[name] for part in parts)) for name in parts[0]}
         costs = costs_of(figures, self.stages, latency)
         held = run.simulate(costs).peak_bytes
         peaks = self._peaks(plans)
