@@ -27,6 +27,7 @@ from ..pictures.html import page
 from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import readable
+from ..search.auto import costs_of
 from .reasons import advice, idle_of
 
 
@@ -100,13 +101,11 @@ def _costs(
     figures: Sequence[Mapping[str, dict[int, float]]], stages: int, given: Costs | None
 ) -> Costs:
     """The costs that were given, or estimates; both with the bytes of the programs."""
-    by_stage: dict[str, tuple[float, ...]] = {}
-    for name in figures[0]:
-        values = ChainMap(*(one[name] for one in figures))
-        by_stage[name] = tuple(values.get(stage, 0.0) for stage in range(stages))
+    whole = {name: ChainMap(*(one[name] for one in figures)) for name in figures[0]}
+    costs = costs_of(whole, stages)
     if given is None:
-        return Costs(**by_stage, unit="us")
-    return replace(given, saved=by_stage["saved"], kept=by_stage["kept"])
+        return costs
+    return replace(given, saved=costs.saved, kept=costs.kept)
 
 
 def _stages_of(pipe: Pipeline, rank: int, params: Sequence[Tree]) -> Iterator[StageFacts]:

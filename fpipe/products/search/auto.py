@@ -340,7 +340,7 @@ class Auto:
         return ChainMap(*self.group.gather_objects(plans.peak))
 
 
-def costs_of(figures: Figures, stages: int, latency: float) -> Costs:
+def costs_of(figures: Figures, stages: int, latency: float = 0.0) -> Costs:
     """Costs in microseconds and bytes; the mean stands for stages that nobody knows."""
     spread: dict[str, tuple[float, ...]] = {}
     for name, values in figures.items():
