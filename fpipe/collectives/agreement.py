@@ -107,6 +107,7 @@ class Agreement:
     def __init__(self, store: BoundedStore, monitor: FaultMonitor, nth: int = 0):
         #: Announces the number and digest of a call, and returns the comparison of the ranks.
         self.exchange: Callable[[int, int], Reduced | Board] | None = None
+        #: The comparison of the ranks; None once every rank is known to run the call.
         self._compared: Reduced | Board | None = None
         self.head = [0]
         self._store = store
@@ -114,7 +115,6 @@ class Agreement:
         self.number = -1  # of the last call that this rank announced
         self._base = nth * _STEP
         self._facts: Callable[[], Facts] = dict
-        self._agreed = True
         self._round = -1
         #: Set from a call that a rank refused until :meth:`leave`: the error that this rank raised.
         self.refusal: BaseException | None = None
@@ -139,27 +139,26 @@ class Agreement:
         digest = (digest + number + self._base) & _MASK
         self.head[0] = (digest & _HEADER) << 32
         if self.exchange is not None:
-            self._agreed, self._compared = False, self.exchange(number, digest)
+            self._compared = self.exchange(number, digest)
         return number
 
     def check(self) -> bool:
         """Whether every rank is known to run this call; raises if one is known to run another.
         Never blocks.
         """
-        if not self._agreed:
-            assert self._compared is not None
+        if self._compared is not None:
             equal = self._compared.equal()
             if equal is False:
                 raise self._disagreement()
-            self._agreed = equal is True
-        return self._agreed
+            if equal:
+                self._compared = None
+        return self._compared is None
 
     def confirm(self) -> None:
         """Wait until every rank has announced this call."""
-        if self.check():
-            return
         compared = self._compared
-        assert compared is not None
+        if compared is None:
+            return
         end = time.perf_counter() + compared.poll
         while not self.check() and time.perf_counter() < end:
             pass  # a rank that sleeps wakes late
@@ -179,9 +178,10 @@ class Agreement:
 
         Returns once the other ranks know it, or after a short time.
         """
-        self.refusal, end = error, time.monotonic() + _LINGER
+        self.refusal = error
+        end = time.monotonic() + _LINGER
         self._announce(_REFUSED)
-        self._agreed = True
+        self._compared = None
         self._store.set(self._key(self._monitor.rank), encode(refusing(error)))
         self._wait_for_readers(range(self._monitor.size), end)
 
@@ -190,7 +190,7 @@ class Agreement:
 
         Returns what this rank wrote for it: no rank reads these keys after that meeting.
         """
-        self._agreed = True
+        self._compared = None
         self.refusal = None
         me = self._monitor.rank
         key = self._key(me)
