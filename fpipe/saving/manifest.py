@@ -151,8 +151,7 @@ class Manifest:
         """The manifest from its bytes; ValueError and the like for all that ``write`` would not
         write.
         """
-        start = len(_START) + 64
-        text = raw[start + len(_BETWEEN) : len(raw) - len(_END)]
+        text = raw.partition(_BETWEEN)[2].removesuffix(_END)
         if raw != _START + hashlib.sha256(text).hexdigest().encode() + _BETWEEN + text + _END:
             raise ValueError("its hash is another one")
         rows = json.loads(text)
