@@ -32,9 +32,6 @@ from .units import Units
 class _DoneError(BaseException):
     """The calls of a stage have run: leaves the model's forward, with the values that it sends."""
 
-    def __init__(self, sent: tuple[Tensor, ...]):
-        self.sent = sent
-
 
 class _Received:
     """The values that a stage received in one call, and what blanks of others look like."""
@@ -165,9 +162,9 @@ class ModelPart(ModuleFunction):
             with setting(OBSERVER, visits.send):
                 out = functional_call(self.module, tensors, (), arguments, tie_weights=False)
         except _DoneError as done:
-            if len(done.sent) == 1:
-                return done.sent[0]
-            return done.sent
+            if len(done.args) == 1:
+                return done.args[0]
+            return done.args
         return result_of(out)
 
     def _visits(self, received: _Received) -> Generator[Tree, Call]:
@@ -188,7 +185,7 @@ class ModelPart(ModuleFunction):
                 results = zip(visit.values, tree.leaves(out), strict=True)
                 values.update((value, leaf) for value, leaf in results if value in part.sends)
                 if number + 1 == part.stop < len(visits):
-                    raise _DoneError(tuple(values[value] for value in part.sends))
+                    raise _DoneError(*(values[value] for value in part.sends))
             call = yield out
         raise StageError(
             f"{self.name} runs {call.unit!r} where the model did not when it was cut; which "
