@@ -178,15 +178,15 @@ def _needs_targets(loss: Any) -> bool:
     return len(required) > 1
 
 
+@dataclass(frozen=True, eq=False)
 class Explanation:
     """What a call will run, as one page that is printed and saved.
 
     ``timeline`` is the simulated step, ``advice`` what to change first.
     """
 
-    def __init__(self, facts: Facts, advice: Sequence[str]):
-        self.facts = facts
-        self.advice = advice
+    facts: Facts
+    advice: Sequence[str]
 
     @cached_property
     def timeline(self) -> Timeline:
