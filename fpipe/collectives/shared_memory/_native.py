@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import resource
+import struct
 import sys
 import threading
 from typing import Any
@@ -69,10 +70,6 @@ def address(memory: mmap.mmap, offset: int = 0) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 def _entry() -> Any:
     function = ctypes.CDLL(None).syscall
     # restype and the address are 64 bits wide; the two operations do not read the arguments left
@@ -110,5 +107,5 @@ def sleep(word: int, value: int, seconds: float) -> None:
     earlier.
     """
     whole = int(seconds)
-    span = _Timespec(whole, int((seconds - whole) * 1e9))
-    _syscall(_SYS_FUTEX, word, _WAIT, value, ctypes.addressof(span))
+    timespec = struct.pack("ll", whole, int((seconds - whole) * 1e9))
+    _syscall(_SYS_FUTEX, word, _WAIT, value, timespec)
