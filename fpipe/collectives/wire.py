@@ -195,8 +195,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     padded = []
     for part in parts:
-        short = -len(part) % ALIGN
-        padded += [part, _padding(part.device, short)] if short else [part]
+        padded += [part, _padding(part.device, -len(part) % ALIGN)]
     return torch.cat(padded)
 
 
