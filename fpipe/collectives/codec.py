@@ -205,14 +205,14 @@ _SCALARS = {
     "device": _Scalar((torch.device,), lambda device: (str(device),), torch.device),
     "any leaf": _Scalar((_Leaf,), lambda _: (), lambda: _LEAF),
 }
-_SEQUENCES: dict[str, Callable[[Iterable[Any]], object]] = {
+_SEQUENCES = {
     "list": list,
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "size": torch.Size,
 }
-_MAPPINGS: dict[str, Callable[[Iterable[Any]], object]] = {"dict": dict, "ordered": OrderedDict}
+_MAPPINGS = {"dict": dict, "ordered": OrderedDict}
 _TAGS: dict[object, str] = {
     **{cls: tag for tag, kind in _SCALARS.items() for cls in kind.classes},
     **{cls: tag for tag, cls in [*_SEQUENCES.items(), *_MAPPINGS.items()]},
