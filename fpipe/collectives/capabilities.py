@@ -25,7 +25,7 @@ from ..errors import GroupError, UnsupportedError
 from .group import OPS
 
 #: dtype class -> its dtypes
-DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+DTYPES = {
     name: tuple(getattr(torch, dtype) for dtype in dtypes.split())
     for name, dtypes in {
         "float": "float32 float64",
@@ -104,7 +104,7 @@ _MOVES = ("p2p", "gather")
 _ALL = ("sum", "max", "min", *_MOVES)
 _COMMON = "float half int"
 _MOST = "float half complex int bool"
-TABLE: tuple[Capabilities, ...] = (
+TABLE = (
     # A sum of bools is a logical or. Parts: all is reduced, and one part kept.
     Capabilities(
         "cpu",

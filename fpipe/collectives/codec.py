@@ -213,7 +213,7 @@ _SEQUENCES = {
     "size": torch.Size,
 }
 _MAPPINGS = {"dict": dict, "ordered": OrderedDict}
-_TAGS: dict[object, str] = {
+_TAGS = {
     **{cls: tag for tag, kind in _SCALARS.items() for cls in kind.classes},
     **{cls: tag for tag, cls in [*_SEQUENCES.items(), *_MAPPINGS.items()]},
 }

@@ -299,7 +299,7 @@ class ScheduleDualPipeV(_PipelineScheduleRuntime):
     name = "DualPipeV"
 
 
-_CLASSES: dict[str, type[_PipelineSchedule]] = {
+_CLASSES = {
     cls.name or cls.__name__: cls
     for cls in (
         PipelineScheduleSingle,

@@ -20,7 +20,7 @@ from .layout import RECOMPUTE, Job, Layout, divides
 from .prediction import Prediction, least, predict, usable
 
 #: The schedules that are tried, and the numbers of stages that a rank may have.
-SCHEDULES: dict[str, tuple[int, ...]] = {
+SCHEDULES = {
     "1F1B": (1,),
     "Interleaved1F1B": (2, 3, 4, 6, 8),
     "InterleavedZeroBubble": (2, 3, 4),

@@ -29,7 +29,7 @@ _HEAD = (
 )
 _REMEDY = "give a file that fpipe plan wrote"
 #: What fields have by the names of their types.
-_TYPES: dict[str, tuple[type, ...]] = {
+_TYPES = {
     "int": (int,),
     "float": (int, float),
     "bool": (bool,),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def probe(group: C10dGroup) -> list[Finding]:
     every process.
     """
     firsts = {name: dtypes[0] for name, dtypes in DTYPES.items()}
-    questions: list[tuple[str, str, Callable[[], str]]] = [
+    questions = [
         (op, name, partial(_reduced, group, op, dtype))
         for name, dtype in firsts.items()
         for op in REDUCTIONS

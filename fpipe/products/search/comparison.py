@@ -160,7 +160,7 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     ZBV        25.5*      4*  0.00%       8       1x        96
     ZB2P         27       8!  0.00%       4       1x        48*
     """
-    columns: dict[str, Callable[[float], str]] = {
+    columns = {
         "total": number,
         "memory": held,
         "bubble": lambda share: f"{100 * share:.2f}%",

@@ -205,7 +205,7 @@ def _paths(count: int, ranks: int, placement: Kind | Placement) -> list[tuple[in
             rule="stages",
         )
     per_rank = count // ranks
-    paths: dict[str, tuple[int, ...]] = {
+    paths = {
         "one": tuple(stage // per_rank for stage in range(count)),
         "loop": Placement.loop(ranks, per_rank).paths[0],
         "V": Placement.v(ranks, per_rank).paths[0],
