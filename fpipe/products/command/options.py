@@ -116,7 +116,8 @@ def number_of(text: str) -> float:
 
 def length_of(text: str) -> float:
     """A length in pixels: a number of them, or with a unit, such as 3.4in or 86mm."""
-    number, unit = text.rstrip("ptxmcin"), text.lstrip("0123456789.")
+    number = text.rstrip("ptxmcin")
+    unit = text.lstrip("0123456789.")
     try:
         length = float(number) * {"": 1, "px": 1, "pt": 96 / 72, "in": 96, "mm": 96 / 25.4}[unit]
     except (KeyError, ValueError):

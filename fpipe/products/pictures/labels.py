@@ -167,7 +167,8 @@ def units(scene: Scene) -> str:
 
 
 def _range(values: Collection[float]) -> str:
-    least, most = min(values), max(values)
+    least = min(values)
+    most = max(values)
     if number(least) == number(most):
         return number(least)
     return f"{number(float(f'{least:.3g}'))} to {number(float(f'{most:.3g}'))}"

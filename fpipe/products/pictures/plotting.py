@@ -250,7 +250,8 @@ def _legend(
     for keys, text in entries:
         letters = [key[0] * (len(keys) == 1 and key[0] in OPS) for key in keys]
         if not keys and ": " in text[:6]:  # such as "F0: F of microbatch 0"
-            (sample, text), keys = text.split(": "), ("paper",)
+            sample, text = text.split(": ")
+            keys = ("paper",)
             letters = [sample]
         swatches = [
             Patch(color=colours[key], alpha=PALE.get(key), label=letter)

@@ -29,7 +29,9 @@ from .scene import BYTES, Look
 
 WIDTH, SHAPE = 768.0, 0.6  # pixels, of the height too, and height per width
 PAD = 0.12  # inches around the figure
-PAGE, PHONE, LINE = 900.0, 370.0, 20.0
+PAGE = 900.0
+PHONE = 370.0
+LINE = 20.0
 ABOUT = (
     "Lower left is better: for each grey schedule a green one takes no more time and "
     "no more memory."

@@ -343,7 +343,8 @@ def _against(first: Scene, second: Scene) -> Scene:
     compared with the time at which the same layers are done there, if the layers of a stage take
     equal times.
     """
-    count, counted = first.timeline.placement.stages, second.timeline.placement.stages
+    count = first.timeline.placement.stages
+    counted = second.timeline.placement.stages
     spans = {
         (fact, part.stage, part.whole, part.slice): bar
         for bar in first.bars
