@@ -96,7 +96,7 @@ def check_whole(tree: Tree, over: Over | None) -> None:
     if over is not None or not listed(tree):
         return
     there = [str(stage) for stage, part in enumerate(tree) if part is not None]
-    if not 0 < len(there) < len(tree) or not dist.is_available() or not dist.is_initialized():
+    if not 0 < len(there) < len(tree) or not dist.is_initialized():
         return
     if dist.get_world_size() > 1:
         raise TransformError(
