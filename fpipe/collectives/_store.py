@@ -65,9 +65,5 @@ def members(name: str) -> list[int]:
 
 
 def backends(pg: dist.ProcessGroup) -> dict[str, str]:
-    """device type -> backend, of ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
-    config = dist.get_backend_config(pg)
-    pairs = [part.split(":") for part in config.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        return dict.fromkeys(dist.Backend.backend_capability.get(config, ["cpu"]), config)
-    return dict(pairs)
+    """device type -> backend, of text such as ``"cpu:gloo,cuda:nccl"``."""
+    return dict(part.split(":") for part in dist.get_backend_config(pg).split(","))
