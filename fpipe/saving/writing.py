@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -111,20 +111,7 @@ def save(
     """
     if params is None and not more:
         raise CheckpointError(f"save({path}) has nothing to save; give params=params, step=step")
-    saving = _start(folder_of(path, pipe), pipe, params, more, wait)
-    if wait:
-        saving.wait()
-    return saving
-
-
-def _start(
-    folder: Path,
-    pipe: Pipe,
-    params: Sequence[Tree] | None,
-    more: Mapping[str, Tree],
-    wait: bool,
-) -> Saving:
-    """Collect, agree on what is written, and start the threads."""
+    folder = folder_of(path, pipe)
     holding = agree(pipe, lambda: collect(Names(pipe), params, more))
     rows = everyone(pipe, holding.facts)
     facts = agree(pipe, lambda: merged(rows))
@@ -148,7 +135,10 @@ def _start(
     completed = None
     if is_first(pipe):
         completed = start(lambda: job.complete(facts, written))
-    return Saving(folder, pipe, written, completed)
+    saving = Saving(folder, pipe, written, completed)
+    if wait:
+        saving.wait()
+    return saving
 
 
 # ---- the folder ----
