@@ -58,7 +58,7 @@ class Facts:
 
     title: str
     schedule: Schedule
-    costs: Costs
+    costs: Costs  # given or estimated, with the bytes of the programs
     measured: bool
     devices: Mapping[int, str]
     stages: Mapping[int, Sequence[StageFacts]]  # by rank
@@ -71,7 +71,7 @@ def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | N
     every = pipe.gather(
         {
             "figures": plans.figures,
-            "peaks": dict(plans.peak),
+            "peaks": plans.peak,
             "devices": {rank: str(pipe.group.device(rank)) for rank in plans.peak},
             "stages": {rank: [*_stages_of(pipe, rank, params)] for rank in plans.peak},
             "edges": {rank: _edges(plan) for rank, plan in plans.by_rank.items()},
@@ -81,6 +81,8 @@ def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | N
     def by_rank(name: str) -> Mapping[int, Any]:
         return ChainMap(*(one[name] for one in every))
 
+    figures = {name: ChainMap(*(one["figures"][name] for one in every)) for name in plans.figures}
+    estimated = costs_of(figures, pipe.stages)
     units = (part.microbatch for plan in plans.by_rank.values() for part in plain(plan.row))
     number = max(units) // pipe.config.slices + 1
     schedule = pipe.schedule(number)
@@ -88,24 +90,13 @@ def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | N
         f"{schedule.name or 'a schedule'}: {counted(pipe.stages, 'stage')} on "
         f"{counted(schedule.ranks, 'rank')}, {counted(number, 'microbatch')}",
         schedule,
-        _costs([one["figures"] for one in every], pipe.stages, costs),
+        estimated if costs is None else replace(costs, saved=estimated.saved, kept=estimated.kept),
         costs is not None,
         by_rank("devices"),
         by_rank("stages"),
         sorted(chain.from_iterable(by_rank("edges").values())),
         by_rank("peaks"),
     )
-
-
-def _costs(
-    figures: Sequence[Mapping[str, dict[int, float]]], stages: int, given: Costs | None
-) -> Costs:
-    """The costs that were given, or estimates; both with the bytes of the programs."""
-    whole = {name: ChainMap(*(one[name] for one in figures)) for name in figures[0]}
-    costs = costs_of(whole, stages)
-    if given is None:
-        return costs
-    return replace(given, saved=costs.saved, kept=costs.kept)
 
 
 def _stages_of(pipe: Pipeline, rank: int, params: Sequence[Tree]) -> Iterator[StageFacts]:
