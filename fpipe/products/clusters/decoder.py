@@ -55,8 +55,12 @@ def decoder(job: Job, layout: Layout) -> tuple[list[Function], list[Params]]:
         {"layers": [rank.layer_params() for _ in range(count)]}
         for count in layout.counts(job.model)
     ]
-    params[0].update(rank.embedding_params())
-    params[-1].update(rank.head_params())
+    hidden = job.model.hidden
+    vocabulary = -(-job.model.vocabulary // layout.tp)
+    params[0]["embedding"] = _empty(vocabulary, hidden)
+    if job.model.positions:
+        params[0]["positions"] = _empty(job.model.positions, hidden)
+    params[-1] |= {"norm": _empty(hidden), "head": _empty(hidden, vocabulary)}
     return [stage] * layout.stages, params
 
 
@@ -80,24 +84,6 @@ class _Rank:
     layout: Layout
 
     # ---- parameters ----
-    def embedding_params(self) -> Layer:
-        """What the first stage has beside its layers."""
-        hidden = self.model.hidden
-        positions = self.model.positions
-        params = {"embedding": _empty(self._vocabulary, hidden)}
-        if positions:
-            params["positions"] = _empty(positions, hidden)
-        return params
-
-    def head_params(self) -> Layer:
-        """What the last stage has beside its layers."""
-        hidden = self.model.hidden
-        return {"norm": _empty(hidden), "head": _empty(hidden, self._vocabulary)}
-
-    @property
-    def _vocabulary(self) -> int:
-        return -(-self.model.vocabulary // self.layout.tp)
-
     def layer_params(self) -> Layer:
         """The parameters of a layer."""
         model = self.model
