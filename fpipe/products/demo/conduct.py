@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from threading import Thread
 
 import torch
@@ -69,7 +68,13 @@ def conduct(settings: Settings, show: Callable[[Step], None]) -> list[LastStep]:
     last step of each rank.
     """
     ours, theirs = Pipe(duplex=False)
-    listener = Thread(target=_listen, args=(ours, show), name="fpipe-train-reports", daemon=True)
+
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                show(ours.recv())
+
+    listener = Thread(target=listen, name="fpipe-train-reports", daemon=True)
     listener.start()
     try:
         return launch(work, settings, theirs, ranks=settings.schedule.ranks)
@@ -77,12 +82,6 @@ def conduct(settings: Settings, show: Callable[[Step], None]) -> list[LastStep]:
         theirs.close()  # the ranks have ended, so this was the last open end
         listener.join(10)
         ours.close()
-
-
-def _listen(reports: Connection, show: Callable[[Step], None]) -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            show(reports.recv())
 
 
 def largest_difference(settings: Settings, parts: Sequence[LastStep]) -> float:
