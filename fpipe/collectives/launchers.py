@@ -93,8 +93,8 @@ def variables() -> dict[str, str]:
         return {}
     if _first(launcher.size) == "1" or (launcher is SLURM and _outside_of_steps()):
         return {}
-    found = {name: _agreed(name, names) for name, names in launcher.facts.items()}
-    found["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or _address(launcher)
+    found = {name: _agreed(name, names) or "" for name, names in launcher.facts.items()}
+    found["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or _address(launcher) or ""
     missing = [
         (launcher.facts.get(name) or launcher.nodes)[0]
         for name, value in found.items()
@@ -107,12 +107,11 @@ def variables() -> dict[str, str]:
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start them with "
             f"torchrun, or with {launcher.command.format(size or 'N')}"
         )
-    read = {name: str(value) for name, value in found.items()}
     job = ".".join(os.environ[name] for name in launcher.job if name in os.environ)
     port = _FIRST + crc32(job.encode()) % _PORTS if job else _PORT
-    read["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(port)
-    _check(launcher, read)
-    return read
+    found["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(port)
+    _check(launcher, found)
+    return found
 
 
 def _check(launcher: Launcher, read: dict[str, str]) -> None:
