@@ -73,7 +73,7 @@ def _check_names(module: nn.Module, cuts: Sequence[str]) -> None:
     submodules = dict(module.named_modules(remove_duplicate=False))
     for cut in cuts:
         if not cut or cut not in submodules:
-            near = get_close_matches(cut, list(submodules), n=3, cutoff=0.4)
+            near = get_close_matches(cut, submodules, n=3, cutoff=0.4)
             raise StageError(
                 f"cuts names {cut!r}, which is no submodule of {type(module).__name__}; "
                 + (f"near names: {', '.join(near)}" if near else "see model.named_modules()")

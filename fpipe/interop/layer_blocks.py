@@ -81,10 +81,10 @@ class SharedLayer:
         self,
         tensors: Mapping[str, Tensor],
         args: tuple[Tree, ...],
-        kwargs: Mapping[str, Tree],
+        kwargs: dict[str, Tree],
     ) -> Tree:
         passed = dict(tensors)
-        result = functional_call(self.layer, passed, args, dict(kwargs), tie_weights=False)
+        result = functional_call(self.layer, passed, args, kwargs, tie_weights=False)
         if any(passed[name] is not value for name, value in tensors.items()):
             # so that it runs without a block
             raise RuntimeError("a layer replaces one of its tensors")

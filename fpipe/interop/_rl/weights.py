@@ -159,7 +159,7 @@ class Weights:
             optimizer: of the parameters.
             more: numbers and text, alike on all processes.
         """
-        trees: dict[str, Tree] = {"params": self.values(), "more": more}
+        trees = {"params": self.values(), "more": more}
         if optimizer is not None:
             trees["optimizer"] = self.state_of(optimizer)
         save_trees(path, self.pipe, **trees)

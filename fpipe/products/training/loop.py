@@ -402,7 +402,7 @@ class Loop:
         """Before the first step."""
         if self.donate:
             params = tree_map(torch.clone, list(params))
-        state: Tree = self._tx.init(params)
+        state = self._tx.init(params)
         if self.pipe.config.stateful:
             stages = enumerate(self.pipe.config.functions)
             here = self.pipe.here
@@ -427,7 +427,7 @@ class Loop:
         state = self._of_tx(now)
         stateful = self.pipe.config.stateful
         scaled = part_of(state, LossScaleState)
-        options: dict[str, Tree] = {"state": now.state[1]} if stateful else {}
+        options = {"state": now.state[1]} if stateful else {}
         loss, grads = step_of(
             now.params,
             *args,
