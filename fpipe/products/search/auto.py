@@ -115,16 +115,15 @@ def choose(
                 raise
             continue
         bounds.append(solved.bound)
-        if kind == "replicated":
-            if placement is None or repr(placement) == repr(solved.placement):
-                schedules.append(("Replicated", solved))
-        else:
-            schedules += [*_named(solved, placement), ("Solved", solved)]
+        if kind != "replicated" and solved.stages * microbatches <= MOST:
+            schedules += named_alike(solved)
+        schedules.append(("Replicated" if kind == "replicated" else "Solved", solved))
     candidates: list[Candidate] = []
     for name, schedule in schedules:
-        t = schedule.simulate(costs)
-        figures = t.total, t.span, max(t.bubble, 0.0), max(t.peak_bytes)
-        candidates.append(Candidate(name, schedule, *figures, is_within(limit, t)))
+        if placement is None or repr(placement) == repr(schedule.placement):
+            t = schedule.simulate(costs)
+            figures = t.total, t.span, max(t.bubble, 0.0), max(t.peak_bytes)
+            candidates.append(Candidate(name, schedule, *figures, is_within(limit, t)))
     ranked = sorted(candidates, key=_order)
     bound = min(bounds)
     bound = Bound(min(ranked[0].span, bound), bound.reason)
@@ -147,14 +146,6 @@ def _kinds(
         yield placement or "any"
     if several or (replicate and placement is None):
         yield "replicated"
-
-
-def _named(solved: Schedule, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:
-    """The named schedules for the same counts that place stages as ``placement`` does."""
-    if solved.stages * solved.microbatches <= MOST:
-        for name, schedule in named_alike(solved):
-            if placement is None or repr(schedule.placement) == repr(placement):
-                yield name, schedule
 
 
 def descends(schedule: Schedule) -> bool:
