@@ -49,17 +49,17 @@ def search(
             yield from _schedules(problem, Filled(rows, inf), costs)  # with other places of Ws
     for place, (problem, bound) in enumerate(zip(problems, bounds, strict=True), 1):
         until = place / len(problems)
+        least = inf
         for variant in _variants(problem, costs):
-            if span * ALMOST < bound or (
-                problem.path in best and best[problem.path][1].span <= bound * ALMOST
-            ):
+            if span * ALMOST < bound or least <= bound * ALMOST:
                 break
             for filled in starts(variant, bound, lambda until=until: share() >= until):
                 yield from _schedules(variant, filled, costs, filled.span <= span * ALMOST)
                 span = min(span, filled.span)
-                if problem.path not in best or filled.span < best[problem.path][1].span:
+                if filled.span < least:
+                    least = filled.span
                     best[problem.path] = variant, filled
-                if filled.span <= bound * ALMOST:
+                if least <= bound * ALMOST:
                     break
     assert best, "one microbatch after another fits"
     if problems[0].large:
