@@ -41,8 +41,8 @@ def describe_stage(
         if part.numbers is None:
             stages[part.name] = to_node(value, path, leaf, fields=False)
             return ["part", part.name]
-        if not isinstance(value, (list, tuple)) or len(value) != len(part.numbers):
-            size = len(value) if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+        size = len(value) if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+        if size != len(part.numbers):
             raise CheckpointError(
                 f"layers= of stage {of.index} numbers {len(part.numbers)} blocks, "
                 f"{list(part.numbers)}, and its parameters have {size} at {path or 'the top'!r}; "
