@@ -108,11 +108,12 @@ def _state(
         no_entry = f"rank {rank} has no journal entry"
         return (_SILENT, no_entry) if silent else (_WAITS, no_entry if readable else "")
     action = f", and its last known action was {entry.note or '(none)'}, for {entry.age:.1f} s"
-    if entry.failure is None and gone:
-        return GONE, f"rank {rank} is gone{action}"
-    if entry.failure is None and silent:
-        return _SILENT, f"rank {rank} does not answer{action}"
-    if entry.failure is not None and not entry.peers:
+    if entry.failure is None:
+        if gone:
+            return GONE, f"rank {rank} is gone{action}"
+        if silent:
+            return _SILENT, f"rank {rank} does not answer{action}"
+    elif not entry.peers:
         return RAISED, f"rank {rank}{at(entry.note)} raised {entry.failure}"
     if not entry.peers:
         return _IDLE, f"rank {rank} waits for no rank{action}"
