@@ -220,7 +220,7 @@ class Agreement:
         me = self._monitor.rank
         end = time.monotonic() + _PATIENCE
         mine = dict(self._facts())
-        by_rank = dict[int, Facts]()
+        by_rank = {}
         try:
             self._store.set(self._key(me), encode(mine))
             for rank in range(self._monitor.size):

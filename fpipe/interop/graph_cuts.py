@@ -85,7 +85,7 @@ def _check_names(module: nn.Module, cuts: Sequence[str]) -> None:
 def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
     """Return the index of the first node that calls each cut's submodule, or one inside it."""
     calls = [f"{node.target}." if node.op == "call_module" else "" for node in nodes]
-    positions = list[int]()
+    positions = []
     for index, cut in enumerate(cuts):
         position = next((i for i, name in enumerate(calls) if name.startswith(f"{cut}.")), None)
         if position is None:

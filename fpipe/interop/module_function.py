@@ -112,7 +112,7 @@ def claims(rows: Sequence[Mapping[str, Tensor]], whole: dict[str, Tensor]) -> li
     """
     first_name = {tensor: name for name, tensor in reversed(whole.items())}
     stages = Counter(tensor for row in rows for tensor in set(row.values()))
-    result = list[Claim]()
+    result = []
     for row in rows:
         key_of = dict[Tensor, str]()
         aliases = {name: key_of.setdefault(tensor, name) for name, tensor in row.items()}

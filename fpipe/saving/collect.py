@@ -240,7 +240,7 @@ def own_key(key: str, pipe: Pipe) -> str:
 # ---- of all processes ----
 def merged(rows: Sequence[Facts]) -> Facts:
     """The facts of all processes as those of one; CheckpointError where they differ."""
-    total: Facts = {}
+    total = {}
     for facts in rows:
         _merge(total, facts)
         if facts["trees"].keys() != total["trees"].keys():

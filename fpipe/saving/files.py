@@ -271,7 +271,7 @@ def stored(path: str | os.PathLike[str]) -> dict[str, Stored]:
             f"{place} is no safetensors file and no folder of such; formats with pickles are not "
             "read"
         )
-    tensors: dict[str, Stored] = {}
+    tensors = {}
     for path in files:
         with opened(path.parent, path.name) as file:
             for name, entry in header(file, str(path)).items():

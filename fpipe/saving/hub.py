@@ -46,7 +46,7 @@ def fused(tensors: Mapping[str, Read]) -> dict[str, Read]:
     >>> {name: read().shape for name, read in found.items()}
     {'mlp.experts.gate_up_proj': torch.Size([4, 4, 3])}
     """
-    found: dict[str, Read] = {}
+    found = {}
     experts: dict[str, dict[str, dict[int, Read]]] = {}
     for name, read in tensors.items():
         plain = name
@@ -146,7 +146,7 @@ def _entries(path: Path, tree: str) -> list[Entry]:
         raise CheckpointError(
             f"{path} has no tree {tree!r} like its parameters; it has {', '.join(manifest.slots)}"
         )
-    entries: list[Entry] = []
+    entries = []
     for name in manifest.slots["params"]:
         tag, *key = manifest.slots[tree].get(name, ["none"])
         if tag != "leaf" or key[0] not in manifest.leaves:

@@ -74,7 +74,7 @@ class StageNames:
     @cached_property
     def heads(self) -> dict[str, str]:
         """The names of parts and of numbered blocks, by path; of a stage without them, its own."""
-        heads: dict[str, str] = {}
+        heads = {}
         for path, (name, numbers) in self.parts.items():
             if numbers is None:
                 heads[path] = name
@@ -154,7 +154,7 @@ class Names:
     @cached_property
     def ties(self) -> dict[tuple[int, str], tuple[str, int]]:
         """By stage and path of a tied leaf: name and stage of the first leaf of its group."""
-        ties: dict[tuple[int, str], tuple[str, int]] = {}
+        ties = {}
         for group in self.pipe.tied:
             split = (name.partition(".") for name in group)
             members = sorted((int(stage), path) for stage, _, path in split)

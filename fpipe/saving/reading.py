@@ -177,7 +177,7 @@ class Reader:
         """Parameters that keep their value because the checkpoint has no such leaf; CheckpointError
         where they must not, or have none.
         """
-        kept = dict[str, Tensor]()
+        kept = {}
         lost = list[str]()
         for stage, here in self.templates.items():
             for _, key, like, shape, *_ in here.leaves:

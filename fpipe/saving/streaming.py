@@ -108,7 +108,7 @@ def stream(
 
 def _rows(pipe: Pipe, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
     """The parameters that this process sends."""
-    rows = list[Row]()
+    rows = []
     for stage, here in trees.items():
         rank = pipe.placement.ranks_of(stage)[0]
         for index, leaf in enumerate(here.leaves):

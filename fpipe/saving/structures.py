@@ -98,7 +98,7 @@ def node_of(rows: Mapping[str, Node]) -> Node:
 
 def tied_parts(names: Names, stage: int) -> dict[str, Node]:
     """Structures of the parts of a stage that have tied leaves, if they have no others."""
-    parts: dict[str, Node] = {}
+    parts = {}
     for head, name in names.stages[stage].heads.items():
         ends = {after(path, head): key for path, key in names.tied_leaves(stage).items()}
         rows = {rest: ["leaf", key] for rest, key in ends.items() if rest is not None}

@@ -158,7 +158,7 @@ def by_kind(
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, leaf in enumerate(columns[0]):
         groups[kind(leaf) if keys is None else keys[index]].append(index)
-    merged: list[Column] = []
+    merged = []
     for indices in groups.values():
         parts = kernel(*([column[i] for i in indices] for column in columns))
         merged = merged or [[None] * len(columns[0]) for _ in parts]

@@ -155,7 +155,7 @@ def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:
     """A key for each leaf: leaves of one kind and decay, on a CPU about ``size`` elements."""
     last: dict[Hashable, int] = {}  # of a kind: its last block
     elements = list[int]()
-    keys = list[Hashable]()
+    keys = []
     for leaf, on in zip(leaves, decays, strict=True):
         alike = kind(leaf), on
         block = last.get(alike)

@@ -141,7 +141,7 @@ def _normal(leaves: list[Tensor], text: str) -> list[Tensor]:
     sizes = [leaf.numel() for leaf in leaves]
     generator = torch.Generator(device).manual_seed(seed)
     flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=device)
-    draws = list[Tensor]()
+    draws = []
     for draw, leaf in zip(flat.split(sizes), leaves, strict=True):
         noise = draw.view(leaf.shape)
         mesh = F.mesh_of(leaf)  # whose members all have the same draws

@@ -28,7 +28,7 @@ def order_of(schedule: Schedule) -> dict[int, list[Action]]:
     >>> order_of(Schedule.parse("[0F0, 0B0]"))
     {0: [0F0, 0B0]}
     """
-    order = dict[int, list[Action]]()
+    order = {}
     for rank, row in enumerate(schedule):
         actions = [Action.from_str(str(action)) for action in row]
         order[rank] = [action for action in actions if action is not None]

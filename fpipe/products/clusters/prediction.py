@@ -302,7 +302,7 @@ def _late(
     [0.0]
     """
     memory = costs.memory(schedule.stages)
-    late: list[float] = []
+    late = []
     for rank, row in enumerate(schedule):
         to_come = {stage: gradients[stage] for stage in schedule.placement.stages_of(rank)}
         end = timeline.peak_bytes[rank] + sum(to_come.values())

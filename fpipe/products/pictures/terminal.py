@@ -165,7 +165,7 @@ def _axis(
 def _drawn(scene: Scene, layout: _Layout) -> list[list[list[Cell]]]:
     """The lines of all lanes: cells, and below those of compared plain text when they end."""
     marked = scene.against is not None and not layout.colours
-    lanes: list[list[list[Cell]]] = []
+    lanes = []
     for lane in scene.lanes:
         bars = tuple(
             bar._replace(start=scene.place(bar.start), end=scene.place(bar.end))
@@ -234,7 +234,7 @@ def _overview(lane: Lane, layout: _Layout, painted: bool) -> list[Cell]:
     actions = [*busy(lane, painted)]
     begins = {int(start * layout.scale + 1e-6) for start, _, _ in actions}
     edges = [column / layout.scale for column in range(layout.columns * layout.panels + 1)]
-    cells: list[Cell] = []
+    cells = []
     before = ""
     for at, column in enumerate(shares(actions, edges)):
         column[""] = 1 - sum(column.values())

@@ -144,7 +144,7 @@ def _blocks(
     """
     place = {action: at for row in rows for at, action in enumerate(row)}
     rank = windows.index(max(windows))
-    blocks = list[tuple[int, int, int]]()
+    blocks = []
     at = last = len(rows[rank]) - 1
     while True:
         action = rows[rank][at]

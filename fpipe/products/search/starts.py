@@ -166,7 +166,7 @@ def one_by_one(problem: Problem) -> Rows:
     [[0, 2], [1, 3]]
     """
     count = problem.microbatches
-    rows: Rows = []
+    rows = []
     for held in problem.of_rank:
         passes = [*held, *(problem.stages + s for s in held[::-1])]
         rows.append([one * count + k for k in range(count) for one in passes])
@@ -206,7 +206,7 @@ def _warm_up_counts(p: Problem, group: int, share: float) -> list[int]:
     microbatch is back, and in the memory.
     """
     chunks = p.stages // p.ranks
-    counts = list[int]()
+    counts = []
     most = inf
     for rank, held in enumerate(p.of_rank):
         saved = max(p.saved[s] for s in held) * max(p.size)

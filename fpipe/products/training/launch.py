@@ -122,7 +122,7 @@ def _collected(children: Sequence[_Child], timeout: float | None) -> dict[int, R
     theirs.
     """
     deadline = inf if timeout is None else time.monotonic() + timeout
-    reports: dict[int, Report] = {}
+    reports = {}
     while len(reports) < len(children) and (left := deadline - time.monotonic()) > 0:
         pending = [rank for rank in range(len(children)) if rank not in reports]
         ready = wait([children[rank].pipe for rank in pending], min(left, _LOOK))
