@@ -8,7 +8,7 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -24,7 +24,7 @@ from ...schedule import Schedule
 from ...tree import Tree
 from . import orders
 from .batches import batch_of
-from .orders import Action, Format, Order
+from .orders import Format, Order
 from .runner import StepRunner
 from .stage import PipelineStage
 
@@ -115,9 +115,7 @@ class _PipelineSchedule:
             )
         return schedule
 
-    def _validate_and_set_stage_mapping(
-        self, actions: Mapping[int, Sequence[Action | None]]
-    ) -> None:
+    def _validate_and_set_stage_mapping(self, actions: Order) -> None:
         """Take an order as it is in memory, by rank."""
         self.take_schedule(orders.schedule_of(actions))
 
@@ -225,9 +223,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
     """A schedule whose order is loaded or set in memory."""
 
-    def _prepare_schedule_with_comms(
-        self, actions: Mapping[int, Sequence[Action | None]], format: Format = "compute_only"
-    ) -> None:
+    def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
         """Take an order as it is in memory."""
         self.take_schedule(orders.schedule_of(actions), orders.reduces(str(actions), format))
 
