@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch.optim import LBFGS, Optimizer
 
 from ..errors import TransformError, checked
 from ..tree import Tree, is_floating, tree_map
@@ -27,7 +28,7 @@ class TorchState(NamedTuple):
 
 
 @checked
-def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: object) -> Transform:
+def from_torch(optimizer: Callable[..., Optimizer], **options: object) -> Transform:
     """A transform from a torch optimizer class and its options.
 
     Every leaf is in one parameter group; use :func:`partition` for several. A step costs a copy of
@@ -48,12 +49,12 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
     >>> tx.update(params, tx.init(params), params)[0]
     [tensor([-0.5000]), None]
     """
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise TransformError(
             f"{optimizer!r} is not a class of torch optimizers; write "
             "from_torch(torch.optim.AdamW, lr=3e-4)"
         )
-    if issubclass(optimizer, torch.optim.LBFGS):
+    if issubclass(optimizer, LBFGS):
         raise TransformError(
             "LBFGS calls the loss again within a step; from_torch takes optimizers without a "
             "closure"
@@ -83,8 +84,8 @@ def from_torch(optimizer: Callable[..., torch.optim.Optimizer], **options: objec
 
 
 def _instance(
-    optimizer: Callable[..., torch.optim.Optimizer], leaves: Column, options: Mapping[str, object]
-) -> torch.optim.Optimizer:
+    optimizer: Callable[..., Optimizer], leaves: Column, options: Mapping[str, object]
+) -> Optimizer:
     try:
         return optimizer(leaves, **options)
     except (TypeError, ValueError) as error:

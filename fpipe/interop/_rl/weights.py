@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ... import Pipeline, global_norm, load as load_trees, save as save_trees, stream, tree
 from ...errors import CheckpointError
@@ -127,7 +128,7 @@ class Weights:
     def move(
         self,
         device: torch.device,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         model: bool,
         grad: bool,
     ) -> None:
@@ -149,7 +150,7 @@ class Weights:
     def save(
         self,
         path: Path,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         more: dict[str, object],
     ) -> None:
         """Write parameters, and the state of an optimizer if there is one; every process calls it.
@@ -167,7 +168,7 @@ class Weights:
     def load(
         self,
         path: Path,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         contents: Sequence[str],
     ) -> dict[str, Tree]:
         """Read what ``save`` wrote; every process calls it.
@@ -196,7 +197,7 @@ class Weights:
                     }
         return load_trees(path, self.pipe, "more")
 
-    def state_of(self, optimizer: torch.optim.Optimizer) -> ByStage:
+    def state_of(self, optimizer: Optimizer) -> ByStage:
         """Return what an optimizer holds, by stage and leaf: a dict each.
 
         Tensors of one number become numbers, which are the same in all processes.
