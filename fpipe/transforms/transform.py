@@ -29,6 +29,10 @@ Params: TypeAlias = Tree
 Updates: TypeAlias = Tree
 #: What a transform keeps between steps: a tree of tensors.
 State: TypeAlias = Tree
+#: Makes the first state.
+Init: TypeAlias = Callable[[Params], State]
+#: The learning rate of the next step.
+RateOf: TypeAlias = Callable[[State], float]
 T = TypeVar("T")
 
 
@@ -85,11 +89,11 @@ class Transform:
     ([None, tensor([-1.,  1.])], ((), ()))
     """
 
-    init: Callable[[Params], State]
+    init: Init
     update: Update
     factor: Callable[[Updates], tuple[Tensor | None, State]] | None = None
     run: Run | None = None
-    rate: Callable[[State], float] | None = None
+    rate: RateOf | None = None
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -154,9 +158,7 @@ def run(
     return apply_updates(params, updates, donate=how.donate), state
 
 
-def both_ways(
-    init: Callable[[Params], State], run: Run, rate: Callable[[State], float] | None = None
-) -> Transform:
+def both_ways(init: Init, run: Run, rate: RateOf | None = None) -> Transform:
     """A transform whose update and step are one function."""
 
     def update(grads, state, params=None):
@@ -166,9 +168,9 @@ def both_ways(
 
 
 def one_pass(
-    init: Callable[[Params], State],
+    init: Init,
     body: Callable[[Places, State, Params, Pass | None], tuple[Tree, State]],
-    rate: Callable[[State], float] | None = None,
+    rate: RateOf | None = None,
 ) -> Transform:
     """As :func:`both_ways`, from a function of the places of the gradients.
 
@@ -196,7 +198,7 @@ def times(grads: Updates, factor: Tensor | None) -> Updates:
 
 
 def leafwise(
-    init: Callable[[Params], State],
+    init: Init,
     step: Callable[[Places, State, Params], tuple[Column, State]],
     *inputs: object,
 ) -> Transform:
