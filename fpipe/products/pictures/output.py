@@ -23,7 +23,7 @@ from . import html, svg, terminal, trace
 from .colours import THEME
 from .fold import shortened
 from .labels import is_numbers
-from .scene import Look, Scenes, Timelines, scenes
+from .scene import Look, Scenes, TimeAndMemory, Timelines, scenes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,7 +164,7 @@ def write(
 
 
 def frontier(
-    points: Sequence[tuple[str, float, float, bool]],
+    points: Sequence[TimeAndMemory],
     path: str | PathLike[str],
     look: Look,
     title: str,

@@ -10,7 +10,6 @@ from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from math import isfinite
-from typing import TypeAlias
 
 from matplotlib import RcParams, rc_context
 from matplotlib.axes import Axes
@@ -25,7 +24,7 @@ from .colours import THEME, palette
 from .html import page
 from .labels import size_text, wrapped
 from .plotting import figure_bytes, write
-from .scene import BYTES, Look
+from .scene import BYTES, Look, TimeAndMemory
 
 WIDTH, SHAPE = 768.0, 0.6  # pixels, of the height too, and height per width
 PAD = 0.12  # inches around the figure
@@ -57,12 +56,10 @@ lines.markersize 5
 #: where a name may be, as seen from its point: 1 or -1 to the right, and upwards; first to the left
 #: for green points, as no point is to the lower left of them
 WAYS = ((1, 0), (1, 1), (1, -1), (0, 1), (0, -1), (-1, 1), (-1, -1), (-1, 0))
-#: name, memory, total, and whether no other has less of one and not more of the other
-Point: TypeAlias = tuple[str, float, float, bool]
 
 
 def paint(
-    points: Sequence[Point],
+    points: Sequence[TimeAndMemory],
     look: Look,
     suffix: str,
     title: str,
@@ -87,7 +84,7 @@ def paint(
 
 
 def _figure(
-    points: Sequence[Point],
+    points: Sequence[TimeAndMemory],
     look: Look,
     suffix: str,
     said: Sequence[str],
@@ -115,7 +112,7 @@ def _figure(
 
 def _draw(
     figure: Figure,
-    points: Sequence[Point],
+    points: Sequence[TimeAndMemory],
     heading: Sequence[str],
     limit: float,
     take: str,

@@ -37,6 +37,8 @@ SAME = 4
 ABSENT = 9
 BYTES = 4096  #: what ranks hold is in bytes from here on, or else in microbatches
 
+#: name, memory, total, and whether no other has less of one and not more of the other
+TimeAndMemory: TypeAlias = tuple[str, float, float, bool]
 Points: TypeAlias = Sequence[tuple[float, float]]  #: (time, something)
 Timelines: TypeAlias = Timeline | Sequence[Timeline]
 

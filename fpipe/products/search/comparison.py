@@ -20,7 +20,7 @@ from ...errors import ScheduleError
 from ...generators import orders_slices
 from ..pictures.labels import size_text
 from ..pictures.output import Cell
-from ..pictures.scene import BYTES
+from ..pictures.scene import BYTES, TimeAndMemory
 from .problem import ALMOST
 
 
@@ -129,7 +129,7 @@ def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:
     return min(fitting, key=lambda e: (round(e.total, 9), e.weights, e.memory), default=None)
 
 
-def points(entries: Sequence[Entry]) -> Iterator[tuple[str, float, float, bool]]:
+def points(entries: Sequence[Entry]) -> Iterator[TimeAndMemory]:
     """Time against memory: for each schedule its name, its memory, its total, and whether no other
     one has less of one and not more of the other.
     """
