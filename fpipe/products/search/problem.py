@@ -20,6 +20,8 @@ from ...actions import Op, plain
 
 #: By rank, the numbers of its actions in order.
 Rows: TypeAlias = list[list[int]]
+#: By stage, boundary, rank or microbatch.
+Numbers: TypeAlias = tuple[float, ...]
 
 _LARGE = 20_000  #: actions
 ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
@@ -36,15 +38,15 @@ class Problem:
 
     path: tuple[int, ...]
     ranks: int
-    F: tuple[float, ...]
-    I: tuple[float, ...]  # noqa: E741
-    W: tuple[float, ...]
-    saved: tuple[float, ...]
-    kept: tuple[float, ...]
-    link: tuple[float, ...]
-    limit: tuple[float, ...]
-    load: tuple[float, ...]
-    size: tuple[float, ...]
+    F: Numbers
+    I: Numbers  # noqa: E741
+    W: Numbers
+    saved: Numbers
+    kept: Numbers
+    link: Numbers
+    limit: Numbers
+    load: Numbers
+    size: Numbers
     numbers: tuple[int, ...]
     whole: bool = False
 
@@ -67,13 +69,11 @@ class Problem:
         times = costs.times(stages)
         memory = costs.memory(stages)
 
-        def crossing(numbers: Sequence[float]) -> tuple[float, ...]:
+        def crossing(numbers: Sequence[float]) -> Numbers:
             """Numbers of boundaries, 0 where both stages are on one rank."""
             return tuple(n if path[s] != path[s + 1] else 0.0 for s, n in enumerate(numbers))
 
-        def added(
-            passes: Sequence[float], after: tuple[float, ...], before: tuple[float, ...]
-        ) -> tuple[float, ...]:
+        def added(passes: Sequence[float], after: Numbers, before: Numbers) -> Numbers:
             ends = zip(passes, (*after, 0.0), (0.0, *before), strict=True)
             return tuple(time + behind + ahead for time, behind, ahead in ends)
 
@@ -117,7 +117,7 @@ class Problem:
         )
 
     @cached_property
-    def work(self) -> tuple[float, ...]:
+    def work(self) -> Numbers:
         """What each rank has to do, in time."""
         times = [f + i + w for f, i, w in zip(self.F, self.I, self.W, strict=True)]
         return tuple(sum(self.load) * sum(times[s] for s in stages) for stages in self.of_rank)
