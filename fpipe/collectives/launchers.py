@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
 from ..errors import GroupError
@@ -24,6 +24,10 @@ _PORTS = 10_000
 _MPIEXEC = "`mpiexec -n {} env MASTER_ADDR=HOST python train.py`, where HOST has rank 0"
 
 
+#: Names of variables, of which the first that is set counts.
+Names: TypeAlias = tuple[str, ...]
+
+
 class Launcher(NamedTuple):
     """The variables of a launcher: for each fact, names of which the first that is set counts.
 
@@ -33,15 +37,15 @@ class Launcher(NamedTuple):
 
     name: str
     command: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-    nodes: tuple[str, ...]
-    job: tuple[str, ...]
+    rank: Names
+    size: Names
+    local_rank: Names
+    local_size: Names
+    nodes: Names
+    job: Names
 
     @property
-    def facts(self) -> dict[str, tuple[str, ...]]:
+    def facts(self) -> dict[str, Names]:
         """The names of what only a launcher knows, by variable of torchrun."""
         return {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank}
 
@@ -168,7 +172,7 @@ def _outside_of_steps() -> bool:
     return os.environ.get("SLURM_PROCID") == "0" and (alone or "SLURM_JOB_ID" in os.environ)
 
 
-def _agreed(name: str, names: tuple[str, ...]) -> str | None:
+def _agreed(name: str, names: Names) -> str | None:
     """The value of a variable of torchrun, or of the launcher's. Only the local rank may differ."""
     own = os.environ.get(name)
     other = _first(names)
@@ -186,11 +190,11 @@ def _address(launcher: Launcher) -> str | None:
     return nodes and first_host(nodes)
 
 
-def _name(names: tuple[str, ...]) -> str | None:
+def _name(names: Names) -> str | None:
     """The first of the names that is set."""
     return next((name for name in names if os.environ.get(name)), None)
 
 
-def _first(names: tuple[str, ...]) -> str | None:
+def _first(names: Names) -> str | None:
     name = _name(names)
     return name and os.environ[name]
