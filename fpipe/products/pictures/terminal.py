@@ -39,6 +39,7 @@ MARKS = """\
 . idle""".splitlines()
 
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
+Line: TypeAlias = list[Cell]
 
 
 class _Layout(NamedTuple):
@@ -73,7 +74,7 @@ def paint(
     layout = _layout(scenes, width, colours, lines)
     drawn = [_drawn(scene, layout) for scene in scenes]
     last = ceil(max(scene.length for scene in scenes) * layout.scale - 1e-9)
-    text: list[list[Cell]] = []
+    text: list[Line] = []
     for first in range(0, layout.panels * layout.columns, layout.columns):
         stop = min(first + layout.columns, last)
         axis = _cells(_axis(layout, scenes[0], first, stop))
@@ -98,7 +99,7 @@ def paint(
     return "".join(_text(line, grounds, colours) for line in text)
 
 
-def _cells(text: str, key: str = "") -> list[Cell]:
+def _cells(text: str, key: str = "") -> Line:
     return [(char, key) for char in text]
 
 
@@ -162,7 +163,7 @@ def _axis(
 
 
 # ---- one lane ----
-def _drawn(scene: Scene, layout: _Layout) -> list[list[list[Cell]]]:
+def _drawn(scene: Scene, layout: _Layout) -> list[list[Line]]:
     """The lines of all lanes: cells, and below those of compared plain text when they end."""
     marked = scene.against is not None and not layout.colours
     lanes = []
@@ -184,7 +185,7 @@ def _drawn(scene: Scene, layout: _Layout) -> list[list[list[Cell]]]:
     return lanes
 
 
-def _row(lane: Lane, layout: _Layout) -> list[Cell]:
+def _row(lane: Lane, layout: _Layout) -> Line:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
         return _overview(lane, layout, bool(layout.colours))
@@ -226,7 +227,7 @@ def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
     return cut - a, b - a
 
 
-def _overview(lane: Lane, layout: _Layout, painted: bool) -> list[Cell]:
+def _overview(lane: Lane, layout: _Layout, painted: bool) -> Line:
     """For each column the kind of work with most time not yet shown, or idle time. So an op that
     takes a third of the time gets a third of the columns, and short ones appear too.
     """
@@ -259,11 +260,11 @@ def _legend(
     layout: _Layout,
     width: int,
     marks: Collection[str],
-) -> Iterator[list[Cell]]:
+) -> Iterator[Line]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     entries = [*labels.kinds(scenes, not layout.colours)]
     entries += labels.tints(scenes)
-    items: list[list[Cell]] = []
+    items: list[Line] = []
     for keys, text in entries:
         swatch = [
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
@@ -284,7 +285,7 @@ def _legend(
                 "its letter: what fills most of it"
             )
         )
-    line: list[Cell] = []
+    line: Line = []
     for item in items:
         if line and len(line) + 2 + len(item) > width:
             yield line
@@ -293,7 +294,7 @@ def _legend(
     yield line
 
 
-def _text(line: list[Cell], grounds: Mapping[str, str], colours: str) -> str:
+def _text(line: Line, grounds: Mapping[str, str], colours: str) -> str:
     text = ""
     for key, run in groupby(line, lambda cell: cell[1]):
         chars = "".join(char for char, _ in run)
