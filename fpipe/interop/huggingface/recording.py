@@ -25,6 +25,8 @@ from ...programs import setting
 from ...tree import Tree
 
 Forward: TypeAlias = Callable[..., Tree]
+#: Parameters, buffers or arguments by name.
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 class Call(NamedTuple):
@@ -111,9 +113,9 @@ class Recording(TorchDispatchMode):
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        side: Mapping[str, Tensor],
+        parameters: Tensors,
+        inputs: Tensors,
+        side: Tensors,
     ):
         super().__init__()
         self.inputs = inputs
@@ -131,7 +133,7 @@ class Recording(TorchDispatchMode):
     def run(
         self,
         whole: nn.Module,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         keywords: Mapping[str, object],
     ) -> Recording:
         """Run a clone of the model, whose units are observed, with these parameters and buffers."""

@@ -24,7 +24,7 @@ from ...tree import Tree
 from ..module_function import clone, tensors_of
 from .crossing import Flow, flow_of
 from .model_part import ModelPart
-from .recording import Recording, observe
+from .recording import Recording, Tensors, observe
 from .units import Units
 
 #: Arguments of forward that are side inputs of all stages.
@@ -50,7 +50,7 @@ def try_forward(
     model: nn.Module,
     whole: nn.Module,
     units: Units,
-    example: Mapping[str, Tensor] | None,
+    example: Tensors | None,
 ) -> tuple[Flow, list[Recording], bool]:
     """Run a model a few times.
 
@@ -96,7 +96,7 @@ def _recorded(
     whole: nn.Module,
     units: Units,
     keywords: Mapping[str, bool],
-    arguments: Mapping[str, Tensor],
+    arguments: Tensors,
     real: bool = True,
 ) -> Recording:
     """Record a forward in eval mode; or, if not ``real``, in the model's modes without values."""
@@ -125,7 +125,7 @@ def _recorded(
         ) from error
 
 
-def _empty(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _empty(tensors: Tensors) -> dict[str, Tensor]:
     """Return tensors of the same shapes on the host, one for all names of a tensor."""
     empty = {t: torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors.values()}
     return {name: empty[tensor] for name, tensor in tensors.items()}
@@ -166,7 +166,7 @@ def _is_on_meta(model: nn.Module) -> bool:
 def compare(
     model: nn.Module,
     parts: Sequence[ModelPart],
-    params: Sequence[Mapping[str, Tensor]],
+    params: Sequence[Tensors],
     recordings: Sequence[Recording],
 ) -> None:
     """Raise StageError unless the stages give what the model gave; warn if there are no values."""
@@ -216,7 +216,7 @@ def _same_draws_afterwards(model: nn.Module) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
-def _brief_inputs(inputs: Mapping[str, Tensor]) -> str:
+def _brief_inputs(inputs: Tensors) -> str:
     name, first = next(iter(inputs.items()))
     if first.is_floating_point():
         return name
