@@ -21,8 +21,10 @@ from ...generators import schedule_from
 
 #: How many simulated actions a search may spend; a second or two.
 _BUDGET = 2_000_000
+#: Where parts begin.
+Starts: TypeAlias = tuple[int, ...]
 #: A value, and where parts begin.
-_Cut: TypeAlias = tuple[float, tuple[int, ...]]
+_Cut: TypeAlias = tuple[float, Starts]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Balance:
     """
 
     cuts: tuple[Any, ...]
-    starts: tuple[int, ...]
+    starts: Starts
     items: tuple[float, ...]
-    even: tuple[int, ...]
+    even: Starts
     schedule: Schedule
 
     @property
@@ -129,7 +131,7 @@ def balance(
     return Balance(tuple(names[start] for start in best[1:]), best, items, even, schedule)
 
 
-def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+def spread(costs: Sequence[float], parts: int) -> Starts:
     """Where contiguous parts begin so that the largest cost is least and then the others are as
     even as possible.
 
@@ -219,7 +221,7 @@ def _score(
     return _simulate(schedule, costs).total, sum(cost * cost for cost in costs)
 
 
-def _climb(schedule: Schedule, items: Sequence[float], starts: tuple[int, ...]) -> tuple[int, ...]:
+def _climb(schedule: Schedule, items: Sequence[float], starts: Starts) -> Starts:
     """Move single cuts by one while that makes the step shorter."""
     tries = _BUDGET // max(sum(map(len, schedule.rows)), 1)
     score = _score(schedule, items, starts)
