@@ -20,12 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+#: Parameters of a block, of the embedding or of the head.
+Tensors: TypeAlias = dict[str, Tensor]
+
+
 class Params(TypedDict):
     """The parameters of a stage."""
 
-    blocks: list[dict[str, Tensor]]
-    embed: NotRequired[dict[str, Tensor]]
-    head: NotRequired[dict[str, Tensor]]
+    blocks: list[Tensors]
+    embed: NotRequired[Tensors]
+    head: NotRequired[Tensors]
 
 
 StageFunction: TypeAlias = Callable[[Params, Tensor], Tensor]
@@ -96,7 +100,7 @@ def stage_of_gpt(heads: int, p: Params, x: Tensor) -> Tensor:
     return x
 
 
-def _attention(heads: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
+def _attention(heads: int, p: Tensors, x: Tensor) -> Tensor:
     qkv = _norm(x, p["norm1"]) @ p["qkv"]
     q, k, v = rearrange(qkv, "row t (qkv head d) -> qkv row head t d", qkv=3, head=heads)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -107,7 +111,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-5)
 
 
-def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
+def _block_params(sizes: Sizes, seed: int, layer: int) -> Tensors:
     normal = _normal(seed, layer)
     w = sizes.width
     scale = 1 / (2 * sizes.layers) ** 0.5
