@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from inspect import Parameter, Signature
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -32,7 +32,11 @@ from ..tree import Tree
 REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+#: Parameters or buffers by name.
+ByName: TypeAlias = dict[str, Tensor]
+
+
+def tensors_of(module: nn.Module) -> ByName:
     """Return the parameters and buffers of a module, under all of their names."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return parameters | dict(module.named_buffers(remove_duplicate=False))
@@ -94,14 +98,14 @@ def without_buffers(module: nn.Module) -> None:
 class Claim(NamedTuple):
     """The parameters of one stage."""
 
-    params: dict[str, Tensor]
+    params: ByName
     aliases: dict[str, str]  #: every name that the stage's module uses -> the key in params
     frozen: tuple[str, ...]
     ties: tuple[tuple[str, str], ...]
     weights: dict[str, Weight] | None  #: by key, the first name in the whole model
 
 
-def claims(rows: Sequence[Mapping[str, Tensor]], whole: dict[str, Tensor]) -> list[Claim]:
+def claims(rows: Sequence[Mapping[str, Tensor]], whole: ByName) -> list[Claim]:
     """Return what each stage has of the tensors of its module.
 
     The same parameter in two stages becomes a tie. Buffers are parameters without gradients.
@@ -252,7 +256,7 @@ class ModuleFunction:
             return y
         return (y, {name: tensors[name] for name in state})
 
-    def call(self, tensors: dict[str, Tensor], x: Tree, side: dict[str, Tree]) -> Tree:
+    def call(self, tensors: ByName, x: Tree, side: dict[str, Tree]) -> Tree:
         """Run the module on x with these parameters and buffers."""
         return functional_call(self.module, tensors, (x,), side, tie_weights=False)
 
@@ -263,7 +267,7 @@ class ModuleFunction:
         return function
 
 
-def _moved(buffers: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+def _moved(buffers: ByName, device: torch.device | None) -> ByName:
     """Return buffers on a device; None: where they are.
 
     They are real ones, also if the first call is a trace with fake tensors.

@@ -19,7 +19,6 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-
 #: Parameters of a block, of the embedding or of the head.
 Tensors: TypeAlias = dict[str, Tensor]
 
