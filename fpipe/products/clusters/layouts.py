@@ -8,12 +8,13 @@ than the layouts that are among the best, or where its state alone has no room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product
 from typing import NamedTuple
 
+from ...actions import Track
 from ...errors import PlanError, ScheduleError
 from .hardware import GIB, USABLE
 from .layout import RECOMPUTE, Job, Layout, divides
@@ -61,7 +62,7 @@ def search(
     job: Job,
     accepts: Callable[[Layout], bool] | None = None,
     top: int = 5,
-    track: Callable[[Sequence[Layout]], Iterable[Layout]] = iter,
+    track: Track = iter,
 ) -> Layouts:
     """The layouts in which a step is shortest, of those that fit.
 

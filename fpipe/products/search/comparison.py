@@ -8,14 +8,14 @@ on a rank has half of them, and memory is counted in whole shares too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from ... import Costs, Schedule, make_schedule, schedule_names
-from ...actions import Per, as_costs, number, uncollected
+from ...actions import Per, Track, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
 from ..pictures.labels import size_text
@@ -48,7 +48,7 @@ def compare(
     per: Per = "rank",
     slices: int = 1,
     names: Sequence[str] | None = None,
-    track: Callable[[Sequence[str]], Iterator[str]] = iter,
+    track: Track = iter,
 ) -> tuple[list[Entry], list[str]]:
     """An entry for every named schedule that these counts allow, the least total first, of equal
     ones the least bubble; and why others are left out.
