@@ -17,7 +17,7 @@ from ...collectives import Group
 from ...errors import StageError
 from ...saving import model_files
 from ...tree import Tree
-from ..binding import Bound
+from ..binding import Bound, ByStage
 from .splitting import stages
 
 
@@ -122,7 +122,7 @@ def trainer(
 
 def load(
     path: str | os.PathLike[str], pipe: Pipeline, *, dtype: torch.dtype | None = None
-) -> list[dict[str, Tensor] | None]:
+) -> ByStage:
     """Return parameters for a pipeline of :func:`stages` from the files of a model.
 
     Each process reads its own tensors. The model may be on the device "meta" when it is cut.
