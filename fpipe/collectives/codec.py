@@ -31,6 +31,8 @@ MOST_BYTES = 1 << 30
 MOST_LEVELS = 100
 #: A tag, and what follows from it.
 Node: TypeAlias = list[Any]
+#: Nodes by name.
+Nodes: TypeAlias = Mapping[str, Node]
 #: Called for each value or node and its path; NotImplemented: it is treated as any other.
 Special: TypeAlias = Callable[[Any, str], object]
 #: torch's dtypes by name.

@@ -25,7 +25,7 @@ import torch
 
 from .. import __version__
 from ..actions import progress
-from ..collectives.codec import DTYPES, MOST_LEVELS, Node
+from ..collectives.codec import DTYPES, MOST_LEVELS, Nodes
 from ..errors import CheckpointError
 from ._processes import AnyPath
 from .files import File, exactly, hashed, opened, size_of
@@ -94,11 +94,11 @@ class Manifest:
     has what a tree like the parameters holds for each of them, by the path of that tree.
     """
 
-    trees: Mapping[str, Node]
+    trees: Nodes
     leaves: Mapping[str, Leaf]
-    stages: Mapping[str, Node]
-    layers: Mapping[str, Mapping[str, Node]]
-    slots: Mapping[str, Mapping[str, Node]]
+    stages: Nodes
+    layers: Mapping[str, Nodes]
+    slots: Mapping[str, Nodes]
     files: Mapping[str, File]
     fpipe: str = __version__
     format: int = FORMAT

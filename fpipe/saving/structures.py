@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import tree
-from ..collectives.codec import Node, Special, from_node, to_node, under
+from ..collectives.codec import Node, Nodes, Special, from_node, to_node, under
 from ..errors import CheckpointError
 from .leaf_names import Names, StageNames, StageTree, after
 
@@ -87,7 +87,7 @@ def nested(rows: Mapping[str, Any], *, lists: bool = False) -> tree.Tree:
     return below
 
 
-def node_of(rows: Mapping[str, Node]) -> Node:
+def node_of(rows: Nodes) -> Node:
     """The structure of nested dicts with nodes at dotted paths.
 
     >>> node_of({"a.b": ["none"], "c": ["none"]})
@@ -110,8 +110,8 @@ def tied_parts(names: Names, stage: int) -> dict[str, Node]:
 class Structures(NamedTuple):
     """Recorded structures: of stages and parts by name, and of blocks by list and number."""
 
-    stages: Mapping[str, Node]
-    layers: Mapping[str, Mapping[str, Node]]
+    stages: Nodes
+    layers: Mapping[str, Nodes]
 
     def expand(self, of: StageNames, leaf: Special) -> tree.Tree:
         """The parameters of a stage; ``leaf`` decides on leaves.
