@@ -24,6 +24,8 @@ Facts: TypeAlias = Mapping[str, str | None]
 #: A message, and its description.
 Tensors: TypeAlias = tuple[Tensor, ...]
 Specs: TypeAlias = tuple[Spec, ...]
+#: Completes a work, and returns its result.
+Finish: TypeAlias = Callable[[], Tensors]
 OPS = ("sum", "mean", "max", "min")  #: the reductions
 
 
@@ -66,7 +68,7 @@ class Following:
     """
 
     done: Callable[[], bool]
-    wait: Callable[[], Tensors]
+    wait: Finish
 
 
 class Pending:
@@ -82,8 +84,8 @@ class Pending:
 
     __slots__ = ("_finish", "_ready", "_result")
 
-    def __init__(self, finish: Callable[[], Tensors], ready: Callable[[], bool] = lambda: False):
-        self._finish: Callable[[], Tensors] | None = finish
+    def __init__(self, finish: Finish, ready: Callable[[], bool] = lambda: False):
+        self._finish: Finish | None = finish
         self._ready: Callable[[], bool] | None = ready
         self._result: Tensors = ()
 
@@ -99,9 +101,7 @@ class Pending:
         return self._result
 
 
-def in_order(
-    requested: deque[Pending], receive: Callable[[], Tensors], arrived: Callable[[int], bool]
-) -> Pending:
+def in_order(requested: deque[Pending], receive: Finish, arrived: Callable[[int], bool]) -> Pending:
     """A receive that waits for those of its channel that were requested before it.
 
     ``receive`` returns the next message. ``arrived(n)``: whether more than n messages have arrived.
