@@ -26,7 +26,7 @@ from .. import pictures
 from ..pictures.html import page
 from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
-from ..pictures.scene import readable
+from ..pictures.scene import Points, readable
 from ..search.auto import costs_of
 from .reasons import advice, idle_of
 
@@ -292,7 +292,7 @@ def _with_code(line: str) -> str:
     return re.sub(r"fpipe\..*?\)\.\w+|schedule=\".*?\"", r"<code>\g<0></code>", escape(line, False))
 
 
-def _line(curve: Sequence[tuple[float, float]], t: Timeline, most: float) -> str:
+def _line(curve: Points, t: Timeline, most: float) -> str:
     """What a rank holds at equal times: a character for each, from blank to @, which is the most of
     all ranks.
     """
