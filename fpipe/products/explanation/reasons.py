@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ... import Costs, Schedule, Timeline
 from ...errors import FpipeError
@@ -15,6 +15,8 @@ from ..search.comparison import named_alike
 
 MOST_FORWARDS = 1 << 12  #: of a schedule that is compared with all others
 LEAST_GAIN = 0.02  #: of the time of a step, for advice
+#: Shares of the time that changes save, and what to change.
+Advice: TypeAlias = Iterator[tuple[float, str]]
 
 
 class Idle(NamedTuple):
@@ -60,7 +62,7 @@ def advice(
     return tuple(text for _, text in ranked[:2])
 
 
-def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
+def _balance(timeline: Timeline) -> Advice:
     """The ranks with the most work, for which others wait, and those with less than half of the
     mean; where most ranks have the most, the one with the least.
     """
@@ -92,9 +94,7 @@ def _balance(timeline: Timeline) -> Iterator[tuple[float, str]]:
     )
 
 
-def _microbatches(
-    timeline: Timeline, costs: Costs, of_count: Callable[[int], Schedule]
-) -> Iterator[tuple[float, str]]:
+def _microbatches(timeline: Timeline, costs: Costs, of_count: Callable[[int], Schedule]) -> Advice:
     """Twice as many microbatches of the same size."""
     if isinstance(costs.load, Sequence) or isinstance(costs.size, Sequence):
         return  # one number for each microbatch
@@ -111,7 +111,7 @@ def _microbatches(
     )
 
 
-def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator[tuple[float, str]]:
+def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
     """The named schedule for these ranks and stages that ends first."""
     if schedule.stages * schedule.microbatches > MOST_FORWARDS or schedule.slices > 1:
         return
