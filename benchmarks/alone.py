@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fpipe
-from fpipe.actions.action import plain
+from fpipe.actions.action import unfused
 from fpipe.engine.calls import value_and_grad
 from fpipe.engine.execute import WATCH
 from fpipe.passes.profile.profiling import whole
@@ -27,9 +27,9 @@ class Alone:
         schedule = pipe.schedule(microbatches or x.shape[0])
         alone = pipe.under(whole(schedule))
         call = alone.call("grad", params, x, (t,), {})
-        (lowered,) = alone.cache.plans_for(call).prepared.inputs.values()
-        self.kinds, self.top = lowered.kinds[0], pipe.stages - 1
-        self.row = list(plain(schedule[pipe.group.rank]))
+        (lowered,) = alone.cache.plans_for(call).prepared.jobs.values()
+        self.kinds, self.top = lowered.program_sets[0], pipe.stages - 1
+        self.row = list(unfused(schedule[pipe.group.rank]))
         self.values: dict[int, dict[str, Any]] = {}
         self.times: dict[tuple[str, int], list[float]] = {}
         before = WATCH.set(self._watch)

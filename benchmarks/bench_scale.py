@@ -26,7 +26,7 @@ from benchmarks.bench_torch import make, stage
 from benchmarks.command import options, save
 from benchmarks.stages import square
 from fpipe.lowering.builder import lower
-from fpipe.lowering.job import LoweringInput, ProgramSet
+from fpipe.lowering.job import Job, ProgramSet
 from fpipe.lowering.value_graph import Interface, ValueGraph
 from fpipe.programs.cache import Signature, programs_of
 from fpipe.programs.program import Programs
@@ -57,17 +57,17 @@ class Model:
         self.first = programs(as_stage(stage), params, self.x)
         self.other = programs(as_stage(stage), params, made)
         both = AbstractTree(
-            optree.treespec_tuple([made.spec, made.spec]), (*made.leaves, *self.x.leaves)
+            optree.treespec_tuple([made.structure, made.structure]), (*made.leaves, *self.x.leaves)
         )
         self.loss = programs(loss_stage(square, False), {}, both)
 
-    def job(self, schedule: Schedule, rank: int) -> LoweringInput:
+    def job(self, schedule: Schedule, rank: int) -> Job:
         """What a rank of many processes is to lower."""
         sink = Interface.of(self.loss)
         faces = (Interface.of(self.first), *[Interface.of(self.other)] * (schedule.stages - 1))
         wires = ValueGraph(faces, sink.dxs, sink.reads_x, self.x.leaves)
         held = {s: self.other if s else self.first for s in schedule.placement.stages_of(rank)}
-        return LoweringInput(
+        return Job(
             schedule,
             (ProgramSet(wires, held, self.loss),),
             (0,) * schedule.microbatches,

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from .actions import broken_rules
-from .actions.action import Action, Drawn, Fused, Placement, Row, Rows, joined, plain
+from .actions.action import Action, Fused, LazyRows, Placement, Row, Rows, joined, unfused
 from .actions.check import Inspection, check_rows, inspect_rows
 from .actions.costs import Costs, Per, as_costs
-from .actions.product import feature, product
+from .actions.product import load_pass, load_product
 from .actions.routes import placement_of
 from .actions.simulation import simulate_rows
 from .actions.slices import sliced_rows
@@ -64,7 +64,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         rows = self.rows
-        if not isinstance(rows, Drawn):
+        if not isinstance(rows, LazyRows):
             rows = tuple(tuple(row) for row in rows)
             types = set[type]().union(*(map(type, row) for row in rows))
             if not rows or not types <= {Action, Fused}:
@@ -74,11 +74,11 @@ class Schedule:
             if self.placement is None:
                 object.__setattr__(self, "placement", placement_of(rows))
             if not self.slices:
-                first = next((part for row in rows for part in plain(row)), None)
+                first = next((part for row in rows for part in unfused(row)), None)
                 object.__setattr__(self, "slices", 1 if first is None else first.slices)
             self._check_count("slices", 1)
             if self.microbatches == -1:
-                last = max((part.microbatch for row in rows for part in plain(row)), default=-1)
+                last = max((part.microbatch for row in rows for part in unfused(row)), default=-1)
                 object.__setattr__(self, "microbatches", last // self.slices + 1)
         except (TypeError, AttributeError):
             raise broken_rules.no_integers() from None
@@ -282,7 +282,7 @@ class Schedule:
         """
         check_rows(self._inspection, training=training)
         if window is not None:
-            feature("ready.blocking").check(self._inspection.schedule, window)
+            load_pass("ready.blocking").check(self._inspection.schedule, window)
         return self
 
     def simulate(
@@ -317,7 +317,7 @@ class Schedule:
         costs = as_costs(costs, per, self.ranks / (self.stages or 1))
         if order == "row" and not jitter:
             return simulate_rows(self._inspection, costs, self.name)
-        return feature("ready.simulated").timeline(
+        return load_pass("ready.simulated").timeline(
             self._inspection,
             costs,
             self.name,
@@ -332,9 +332,9 @@ class Schedule:
         schedule that cannot run is shown as text.
         """
         try:
-            return product("pictures").figure(self.simulate(per="rank"))
+            return load_product("pictures").figure(self.simulate(per="rank"))
         except ScheduleError as error:
-            return product("pictures").folded(f"{self!r}\n{error}\n\n{self}")
+            return load_product("pictures").folded(f"{self!r}\n{error}\n\n{self}")
 
     @cached_property
     def _inspection(self) -> Inspection:

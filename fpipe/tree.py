@@ -37,13 +37,13 @@ leaves: Callable[[Tree], list[Any]] = partial(optree.tree_leaves, namespace=NAME
 tree_map: Callable[..., Tree] = partial(optree.tree_map, namespace=NAMESPACE)
 
 
-def tuple_structure(specs: Sequence[Structure]) -> Structure:
+def tuple_structure(structures: Sequence[Structure]) -> Structure:
     """The structure of a tuple of trees.
 
     >>> unflatten(tuple_structure([flatten([1])[1], flatten(2)[1]]), [3, 4])
     ([3], 4)
     """
-    return optree.treespec_tuple(specs, namespace=NAMESPACE)
+    return optree.treespec_tuple(structures, namespace=NAMESPACE)
 
 
 def names(tree: Tree) -> list[str]:
@@ -147,10 +147,10 @@ def brief(tensor: Tensor | Aval | Spec) -> str:
 #: The kind of a tensor with inner tensors: its class, its members by name, and the context of
 #: ``__tensor_flatten__``. A member that is a tensor is described by an ``Aval``; others, such as a
 #: mesh, are kept as they are. All of it is hashable.
-Kind: TypeAlias = tuple[type, tuple[tuple[str, Any], ...], Any]
+SubclassKind: TypeAlias = tuple[type, tuple[tuple[str, Any], ...], Any]
 
 
-def kind_of(tensor: Tensor) -> Kind | None:
+def kind_of(tensor: Tensor) -> SubclassKind | None:
     """The kind of a tensor with inner tensors; ``None`` for an ordinary tensor.
 
     >>> kind_of(torch.ones(2)) is None
@@ -206,7 +206,7 @@ class Aval(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     grad: bool = False
-    kind: Kind | None = None
+    kind: SubclassKind | None = None
 
     @classmethod
     def like(cls, tensor: Tensor, grad: bool = False) -> Aval:
@@ -312,7 +312,7 @@ class AbstractTree:
     '3, float32[2]'
     """
 
-    spec: Structure
+    structure: Structure
     leaves: tuple[AbstractLeaf, ...]
     computed: bool = False
     repeats: tuple[tuple[int, int], ...] = ()
@@ -320,16 +320,16 @@ class AbstractTree:
     @classmethod
     def of(cls, value: Tree, grad: bool = False) -> AbstractTree:
         """The abstract tree of a pytree. ``grad``: whether floating leaves want gradients."""
-        flat, spec = flatten(value)
-        return cls.flat(spec, flat, grad)
+        flat, structure = flatten(value)
+        return cls.flat(structure, flat, grad)
 
     @classmethod
     def flat(
-        cls, spec: Structure, leaves: Sequence[Any], grads: Sequence[bool] | bool = False
+        cls, structure: Structure, leaves: Sequence[Any], grads: Sequence[bool] | bool = False
     ) -> AbstractTree:
         """The abstract tree of a structure and leaves. ``grads`` may have a value for each leaf."""
         flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
-        return cls(spec, tuple(map(abstract, leaves, flags)))
+        return cls(structure, tuple(map(abstract, leaves, flags)))
 
     @cached_property
     def avals(self) -> dict[int, Aval]:
@@ -353,7 +353,7 @@ class AbstractTree:
     def fill(self, tensors: Iterable[Any]) -> Tree:
         """The pytree with these tensors in order, and the values of other leaves."""
         following = iter(tensors)
-        return unflatten(self.spec, self.map(lambda _: next(following)))
+        return unflatten(self.structure, self.map(lambda _: next(following)))
 
     def with_avals(self, fn: Callable[[Aval], Aval]) -> AbstractTree:
         """The same tree with ``fn`` of each abstract tensor."""
@@ -435,17 +435,17 @@ def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
         return contiguous(shape)
     repeats = [step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)]
     stored = [1 if repeat else size for size, repeat in zip(shape, repeats, strict=True)]
-    plain = contiguous(stored)
+    packed = contiguous(stored)
     axes = [(step, size) for step, size in zip(stride, stored, strict=True) if size > 1]
     expected = 1
     for step, size in sorted(axes):
         if step != expected:  # a gap
-            stride = plain
+            stride = packed
             break
         expected *= size
     steps = [
-        step if size > 1 else plain_step
-        for size, step, plain_step in zip(stored, stride, plain, strict=True)
+        step if size > 1 else packed_step
+        for size, step, packed_step in zip(stored, stride, packed, strict=True)
     ]
     return tuple(0 if repeat else step for step, repeat in zip(steps, repeats, strict=True))
 

@@ -5,11 +5,11 @@ The value itself is ``fpipe.schedule.Schedule``. Nothing here imports torch. Wha
 is for all of the package. Other names are for this folder, ``schedule`` and ``lowering``.
 """
 
-from .action import Action, AnyAction, Placement, Row, plain
+from .action import Action, AnyAction, Placement, Row, unfused
 from .action_kinds import KINDS, OPS, Op
 from .costs import Costs, Per, as_costs
 from .dependencies import uncollected
-from .product import feature
+from .product import load_pass
 from .progress_line import Track, progress
 from .text import counted, number
 from .text_files import read_bytes, write_bytes
@@ -30,11 +30,11 @@ __all__ = [
     "Wait",
     "as_costs",
     "counted",
-    "feature",
+    "load_pass",
     "number",
-    "plain",
     "progress",
     "read_bytes",
     "uncollected",
+    "unfused",
     "write_bytes",
 ]

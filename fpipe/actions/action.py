@@ -93,7 +93,7 @@ Row: TypeAlias = tuple[AnyAction, ...]
 LARGE = 1 << 16
 
 
-class Drawn(Sequence[Row]):
+class LazyRows(Sequence[Row]):
     """Rows whose actions are made when they are read: see ``columns``."""
 
     size: int
@@ -101,7 +101,7 @@ class Drawn(Sequence[Row]):
 
 def size(rows: Sequence[Row]) -> int:
     """How many actions there are."""
-    return rows.size if isinstance(rows, Drawn) else sum(map(len, rows))
+    return rows.size if isinstance(rows, LazyRows) else sum(map(len, rows))
 
 
 def joined(parts: Sequence[Action]) -> AnyAction:
@@ -113,10 +113,10 @@ def joined(parts: Sequence[Action]) -> AnyAction:
     return parts[0] if len(parts) == 1 else Fused(tuple(parts))
 
 
-def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
+def unfused(row: Iterable[AnyAction]) -> Iterator[Action]:
     """The actions of a row in order, with each fused one replaced by its parts.
 
-    >>> list(plain([Fused((Action(0, "F", 1), Action(1, "B", 0))), Action(0, "B", 1)]))
+    >>> list(unfused([Fused((Action(0, "F", 1), Action(1, "B", 0))), Action(0, "B", 1)]))
     [0F1, 1B0, 0B1]
     """
     for action in row:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .action import Action, Drawn, Placement, Row, Rows
+from .action import Action, LazyRows, Placement, Row, Rows
 from .action_kinds import KINDS, OPS, REQUIRED
 from .dependencies import Facts
 from .op_sets import TRAINED
@@ -31,7 +31,7 @@ _NO_ACTION = [[len(OPS)], [-1], [-1]]
 _LEAST_WIDTH = 8  #: actions at once; with fewer, a loop over actions is faster
 
 
-class Columns(Drawn):
+class Columns(LazyRows):
     """Rows whose actions are made when they are read; equal to the tuple of rows.
 
     Args:
@@ -57,7 +57,7 @@ class Columns(Drawn):
         self._row = cache(self._actions)
 
     @classmethod
-    def drawn(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Columns:
+    def of_patterns(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Columns:
         """From the pattern and the tapes of each row (see ``generators.patterns``)."""
 
         def row(pattern: str, tapes: Mapping[str, Any]) -> Any:
@@ -73,7 +73,7 @@ class Columns(Drawn):
                     column[at] = value if isinstance(value, int) else value[: len(at)]
             return columns
 
-        return cls(row(*drawn) for drawn in rows)
+        return cls(row(*pair) for pair in rows)
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Columns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads features and products by name, when they are used.
+"""Loads passes and products by name, when they are used.
 
 ``fpipe.passes`` has features that most pipelines do not use. ``fpipe.products`` has what is built
 on the library, which works without it.
@@ -13,19 +13,19 @@ from typing import Any
 from ..errors import UnsupportedError
 
 
-def product(name: str) -> Any:
+def load_product(name: str) -> Any:
     """A module of ``fpipe.products`` by name.
 
     Raises:
         UnsupportedError: if this installation does not have it.
 
-    >>> product("pictures").FORMATS[0]
+    >>> load_product("pictures").FORMATS[0]
     '.svg'
     """
     return _part(f"products.{name}")
 
 
-def feature(name: str) -> Any:
+def load_pass(name: str) -> Any:
     """A module of ``fpipe.passes`` by name.
 
     Raises:

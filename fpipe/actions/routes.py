@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from .action import Placement, Row, plain, refuse
+from .action import Placement, Row, refuse, unfused
 
 
 def placement_of(rows: Sequence[Row]) -> Placement:
@@ -27,7 +27,7 @@ def placement_of(rows: Sequence[Row]) -> Placement:
     ...     Action(0, "F", 1))]).paths
     ((0, 1), (1, 0))
     """
-    held = Counter((part.stage, rank) for rank, row in enumerate(rows) for part in plain(row))
+    held = Counter((part.stage, rank) for rank, row in enumerate(rows) for part in unfused(row))
     candidates: dict[int, list[int]] = defaultdict(list)
     for (stage, rank), _ in held.most_common():
         candidates[stage].append(rank)
@@ -52,7 +52,7 @@ def _routes(
     """
     votes: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
-        for part in plain(row):
+        for part in unfused(row):
             votes[part.stage, part.microbatch][rank] += 1
     count = max(microbatch for _, microbatch in votes) + 1
     if stages * count > 100_000 + 100 * len(votes):

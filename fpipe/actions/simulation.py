@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from .action import AnyAction, Drawn, Placement, Row, Rows
+from .action import AnyAction, LazyRows, Placement, Row, Rows
 from .action_kinds import KINDS, READERS
 from .broken_rules import stuck
 from .check import Inspection
@@ -68,7 +68,7 @@ def timeline_of(schedule: Rows, costs: Costs, name: str, times: Times) -> Timeli
     starts, ends, causes, carried = times
     sizes = costs.of_units("size", units, slices)
     return Timeline(
-        rows if isinstance(rows, Drawn) else tuple(rows),
+        rows if isinstance(rows, LazyRows) else tuple(rows),
         starts,
         ends,
         placement,

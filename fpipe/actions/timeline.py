@@ -20,10 +20,10 @@ from os import PathLike
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ..errors import ScheduleError
-from .action import AnyAction, Drawn, Placement, Row, plain, size
+from .action import AnyAction, LazyRows, Placement, Row, size, unfused
 from .action_kinds import KINDS
 from .dependencies import Facts
-from .product import product
+from .product import load_product
 from .routes import placement_of
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Timeline:
         if not isfinite(sum(map(sum, starts + ends))):
             raise ScheduleError("every time of a timeline must be finite", rule="timeline")
         rows = tuple(map(tuple, actions))
-        microbatches = max(part.microbatch for row in rows for part in plain(row)) + 1
+        microbatches = max(part.microbatch for row in rows for part in unfused(row)) + 1
         placement = placement_of(rows)
         causes = _causes(rows, starts, ends, Facts(placement.stages, microbatches))
         times = tuple(starts), tuple(ends)
@@ -155,7 +155,7 @@ class Timeline:
     @property
     def slices(self) -> int:
         """How many slices each microbatch has; ``microbatches`` counts all of them."""
-        return next((part.slices for row in self.rows for part in plain(row)), 1)
+        return next((part.slices for row in self.rows for part in unfused(row)), 1)
 
     # ---- spans ----
     @property
@@ -248,7 +248,7 @@ class Timeline:
         return self._most(self.memory or self._activations, self.sizes)
 
     def _most(self, held: Held, sizes: Sequence[float] = ()) -> tuple[float, ...]:
-        if isinstance(self.rows, Drawn):
+        if isinstance(self.rows, LazyRows):
             return cast("Columns", self.rows).most(held, sizes)
         changes = (_changes(row, held, sizes) for row in self.rows)
         return tuple(max(accumulate(row, initial=0.0)) for row in changes)
@@ -293,11 +293,11 @@ class Timeline:
         """Messages between different ranks, and their bytes."""
         route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
         kinds = list(zip(route, self.sizes or [1.0] * self.microbatches, strict=True))
-        if isinstance(self.rows, Drawn):
+        if isinstance(self.rows, LazyRows):
             actions = cast("Columns", self.rows).tally(kinds)
         else:
             actions = Counter(
-                (kinds[mb], op, stage) for row in self.rows for stage, op, mb in plain(row)
+                (kinds[mb], op, stage) for row in self.rows for stage, op, mb in unfused(row)
             )
         messages = 0
         amounts: list[float] = []
@@ -362,11 +362,11 @@ class Timeline:
         >>> "rank 1" in t.draw(width=60)
         True
         """
-        return product("pictures").draw(self, width=width, color=color)
+        return load_product("pictures").draw(self, width=width, color=color)
 
     def _repr_html_(self) -> str:
         """The picture that a notebook shows."""
-        return product("pictures").figure(self)
+        return load_product("pictures").figure(self)
 
     def plot(
         self,
@@ -395,7 +395,7 @@ class Timeline:
         >>> [label.get_text() for label in ax.get_yticklabels()]
         ['rank 0', 'rank 1']
         """
-        pictures = product("pictures")
+        pictures = load_product("pictures")
         return pictures.plot(self, ax, style, pictures.Look(memory))
 
     def save(
@@ -432,8 +432,8 @@ class Timeline:
         >>> path.read_text()[:4]
         '<svg'
         """
-        look = product("pictures").Look(memory, against is not None, dark, width, full=full)
-        product("pictures").save(self if against is None else [against, self], path, look)
+        look = load_product("pictures").Look(memory, against is not None, dark, width, full=full)
+        load_product("pictures").save(self if against is None else [against, self], path, look)
 
 
 def _changes(row: Row, held: Held, sizes: Sequence[float]) -> Iterator[float]:

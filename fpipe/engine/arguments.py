@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import tree
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import BatchError
 from ..generators.forward import forwards_first, forwards_of
 from ..programs.internals import surroundings
@@ -25,7 +25,7 @@ from . import mistakes, side_inputs
 from .config import Config
 from .execute import DEBUGGING
 from .parts import Parts, Weights, count
-from .request import Kind, Mode, Request
+from .request import MicrobatchKind, Mode, Request
 
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]
@@ -38,10 +38,10 @@ Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
 class Call:
     """One call of a pipeline: its arguments, checked.
 
-    ``argnums`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` is the
-    number of microbatches. Where microbatches are cut into slices, it is the number of slices, and
-    "microbatch" means a slice in this class. ``leaves`` and ``state_leaves`` are the parameters and
-    the states of the stages of this process.
+    ``argnums`` are the arguments that are differentiated: 0 for params, 1 for x. ``units`` counts
+    the microbatches, or all their slices where they have some; "microbatch" then means a slice in
+    this class. ``leaves`` and ``state_leaves`` are the parameters and the states of the stages of
+    this process.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class Call:
     state: Sequence[Tree] | None
     leaves: Flat
     state_leaves: Flat
-    number: int
+    units: int
     x: Parts
     targets: tuple[Parts, ...]
     sides: Mapping[str, Parts]
@@ -101,9 +101,9 @@ class Call:
         if len(set[int]().union(*[part.lengths for part in every])) > 1:
             mistakes.check_rows({part.name: part.lengths for part in every})
         if any(part.absent for part in every):
-            feature("elsewhere.arguments").check(config, x_parts, target_parts, sides)
+            load_pass("elsewhere.arguments").check(config, x_parts, target_parts, sides)
         if any(part.late for part in every):
-            cls = feature("late").LateCall
+            cls = load_pass("late").LateCall
         if seed is None:
             seed = config.seed
         else:
@@ -131,7 +131,7 @@ class Call:
     @property
     def microbatches(self) -> int:
         """The number of whole microbatches."""
-        return self.number // self.config.slices
+        return self.units // self.config.slices
 
     # ---- the parts of the batch ----
     @property
@@ -149,7 +149,7 @@ class Call:
         """The leaves of the side inputs, by stage and microbatch."""
         if not self.sides:
             return {}
-        return side_inputs.leaves(self.config.sides, self.sides, self.number)
+        return side_inputs.leaves(self.config.sides, self.sides, self.units)
 
     @property
     def batch_leaves(self) -> list[Any]:
@@ -168,14 +168,14 @@ class Call:
             return None
         reduction = config.reduction
         if reduction == "mean":
-            return Weights(1.0 / self.number, (), self.loss_scale)
+            return Weights(1.0 / self.units, (), self.loss_scale)
         if reduction == "sum":
             return Weights(1.0, (), self.loss_scale)
         sides = side_inputs.of_stage(reduction.sides, self.sides)
         if any(part.absent for part in (*self.targets, *sides.values())):
             return None
-        weights_of = feature("weighting").weights_of
-        weights = weights_of(reduction, self.targets, sides, self.number, config.copies)
+        weights_of = load_pass("weighting").weights_of
+        weights = weights_of(reduction, self.targets, sides, self.units, config.copies)
         return Weights(None, weights, self.loss_scale)
 
     # ---- devices ----
@@ -219,7 +219,7 @@ class Call:
             self.argnums,
             self.has_aux,
             self.each is None,
-            self.number,
+            self.units,
             DEBUGGING.get(),
             surroundings(),
             tuple(self.sides),
@@ -270,11 +270,11 @@ class Call:
             self.each is not None,
             self.has_aux,
             DEBUGGING.get(),
-            config.identity,
+            config.pipeline_id,
             chain,
         )
 
-    def _kinds(self, wants_dx: bool, chain: int) -> tuple[list[Kind], list[int]]:
+    def _kinds(self, wants_dx: bool, chain: int) -> tuple[list[MicrobatchKind], list[int]]:
         """The kinds of microbatches, and the number of each microbatch's kind.
 
         A chain is the slices of one microbatch, of which each passes a carry to the next. Its kinds
@@ -282,21 +282,21 @@ class Call:
         """
         if all(part.uniform and len(part.descriptions) < 2 for part in self.batch_parts):
             kinds = [self._kind(m, wants_dx) for m in range(chain)]
-            return kinds, [*range(chain)] * (self.number // chain)
-        first_numbers: dict[tuple[Kind, ...], int] = {}
+            return kinds, [*range(chain)] * (self.units // chain)
+        first_numbers: dict[tuple[MicrobatchKind, ...], int] = {}
         kind_of: list[int] = []
-        for start in range(0, self.number, chain):
+        for start in range(0, self.units, chain):
             kinds = tuple(self._kind(m, wants_dx) for m in range(start, start + chain))
             first = first_numbers.setdefault(kinds, len(first_numbers) * chain)
             kind_of += range(first, first + chain)
         return [kind for kinds in first_numbers for kind in kinds], kind_of
 
-    def _kind(self, m: int, wants_dx: bool) -> Kind:
+    def _kind(self, m: int, wants_dx: bool) -> MicrobatchKind:
         x = self.x.abstract(m, wants_dx)
         targets = tuple(target.abstract(m) for target in self.targets)
         readers = range(self.config.stages + 1)
         if not self.sides:
-            return x, targets, tuple(AbstractTree.of({}) for _ in readers)
+            return MicrobatchKind(x, targets, tuple(AbstractTree.of({}) for _ in readers))
         names = self.config.sides
         sides = tuple(side_inputs.abstract(names[s], self.sides, m) for s in readers)
-        return x, targets, sides
+        return MicrobatchKind(x, targets, sides)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import GroupError
 from ..lowering.instruction import Registers
 from ..programs.internals import transforming, without_autocast
@@ -25,7 +25,7 @@ from .config import Config
 from .execute import DEBUGGING, WATCH, drive, execute
 from .feed import Feeder
 from .first_call import refused
-from .outputs import Outputs
+from .outputs import RunResults
 from .plan_cache import Cache, CachedPlans
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def forward(call: Call, cache: Cache) -> Tree:
         results = run_all(call, plans)
         if call.config.loss is not None:
             return _value(results)
-        y = results.outputs() if call.each is None else feature("each").in_order(results)
+        y = results.outputs() if call.each is None else load_pass("each").in_order(results)
         return y if call.state is None else (y, results.states())
 
 
@@ -107,11 +107,11 @@ def refuse(config: Config, error: Exception) -> None:
             refused(config, error)
 
 
-def run_all(call: Call, plans: CachedPlans, phase: int | None = None) -> Outputs:
+def run_all(call: Call, plans: CachedPlans, phase: int | None = None) -> RunResults:
     """Run the whole schedule, or a phase of it, and return its results."""
     weights = call.weights()
-    results = Outputs(plans.layout, {}, call, weights)
-    each = None if call.each is None else feature("each").caller(results)
+    results = RunResults(plans.layout, {}, call, weights)
+    each = None if call.each is None else load_pass("each").caller(results)
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
@@ -122,7 +122,7 @@ def run_all(call: Call, plans: CachedPlans, phase: int | None = None) -> Outputs
 
 
 def run(
-    results: Outputs,
+    results: RunResults,
     plans: CachedPlans,
     feed: Callable[[Feeder, Registers], None],
     phase: int | None = None,
@@ -146,7 +146,7 @@ def run(
             group.confirm()
             group.flush()
         if phase != 0 and DEBUGGING.get():
-            check_leaks = feature("debugging").check_leaks
+            check_leaks = load_pass("debugging").check_leaks
             for rank, executable in executables.items():
                 check_leaks(executable.plan, regs[rank])
     finally:
@@ -156,14 +156,14 @@ def run(
 
 
 # ---- values ----
-def _value(results: Outputs) -> Tree:
+def _value(results: RunResults) -> Tree:
     """The loss or, with more results, a tuple of the loss and these."""
     call = results.call
     # The loss is read first: it may be on its way, and messages of a rank arrive in order.
     value: list[Any] = [results.loss()]
     value[0].__dict__.update(mistakes.LOSS)  # loss.backward() names value_and_grad
     if call.each is not None:
-        value.append(feature("each").in_order(results))
+        value.append(load_pass("each").in_order(results))
     elif call.has_aux:
         value.append(results.aux())
     if call.state is not None:

@@ -21,7 +21,7 @@ import torch
 from .. import tree
 from ..collectives.group import Group
 from ..errors import GroupError, StageError
-from ..generators import Source, schedule_from
+from ..generators import ScheduleSource, schedule_from
 from ..programs.signature import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import MISSING, Stage
@@ -43,7 +43,7 @@ class Config:
     """Everything that a pipeline is built from."""
 
     functions: tuple[Stage, ...]
-    schedule: Source  # a name, a Schedule, the path of a CSV file or a function
+    schedule: ScheduleSource  # a name, a Schedule, the path of a CSV file or a function
     group: Group
     loss: Loss | None = None
     microbatches: int | None = None
@@ -78,7 +78,7 @@ class Config:
         return len(self.functions)
 
     @cached_property
-    def identity(self) -> object:
+    def pipeline_id(self) -> object:
         """A key for caches that no other pipeline has, and that keeps nothing of this one alive."""
         return object()
 
@@ -90,7 +90,7 @@ class Config:
         return self.schedule if isinstance(self.schedule, Chosen) else None
 
     @cached_property
-    def plain(self) -> bool:
+    def needs_no_check(self) -> bool:
         """Whether no argument needs a check: the schedule is a name, the loss a function, and
         options have their defaults.
         """
@@ -200,7 +200,7 @@ CHECKED = ("requested_slices", "reduction", "seed", "tied", "outputs", "accumula
 
 
 def _schedule_for(
-    source: Source, ranks: int, stages: int, slices: int | None, microbatches: int
+    source: ScheduleSource, ranks: int, stages: int, slices: int | None, microbatches: int
 ) -> Schedule:
     """Read or generate the schedule, and check it against the pipeline."""
     schedule = schedule_from(source, ranks, microbatches, stages, slices or 1)

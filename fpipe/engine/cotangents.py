@@ -25,19 +25,19 @@ from .microbatches import Microbatches
 Row: TypeAlias = Sequence[Tensor | None]
 
 
-def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]:
+def cotangents(call: Call, planned: Sequence[AbstractTree], dy: Tree) -> list[Row]:
     """The leaves of ``dy`` by microbatch, or by slice of each. Nothing is consumed, so that an
-    error leaves the pullback as it was. ``units`` are the outputs.
+    error leaves the pullback as it was. ``planned`` are the outputs.
 
     ``dy`` has the form of the outputs. A leaf may be ``None`` for zeros; so may the whole where the
     outputs are not on this process.
     """
     config = call.config
     if dy is None and config.placement.rank_of(config.stages - 1) not in config.group.here:
-        return [() for _ in units]
+        return [() for _ in planned]
     slices = call.x.slices
-    sliced = [units[n : n + slices] for n in range(0, len(units), slices)]
-    outputs = units if slices == 1 else list(map(_whole, sliced))
+    sliced = [planned[n : n + slices] for n in range(0, len(planned), slices)]
+    outputs = planned if slices == 1 else list(map(_whole, sliced))
     rows = _rows(dy, outputs, call.x.uniform)
     devices = {"cpu", *(config.group.device(rank).type for rank in config.group.here)}
     rows = [
@@ -53,7 +53,7 @@ def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]
         rows = [part for row, ys in pairs for part in _cut(row, ys, 1)]
     return [
         [_filled(leaf, aval) for leaf, aval in zip(row, y.leaves, strict=True)]
-        for row, y in zip(rows, units, strict=True)
+        for row, y in zip(rows, planned, strict=True)
     ]
 
 
@@ -70,7 +70,7 @@ def _rows(dy: Tree, outputs: Sequence[AbstractTree], uniform: bool) -> list[Sequ
     return list(map(_leaves, parts, outputs))
 
 
-def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> list[Row]:
+def on_replicas(call: Call, planned: Sequence[AbstractTree], rows: list[Row]) -> list[Row]:
     """The rows of the first rank of the last stage on the others too, where it has replicas on
     several processes.
 
@@ -82,7 +82,7 @@ def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> l
         return rows
     here = ranks[0] in config.group.here
     out = list[Row]()
-    for row, y in zip(rows, units, strict=True):
+    for row, y in zip(rows, planned, strict=True):
         avals = {index: aval for index, aval in y.avals.items() if aval.grad}
         given = tuple(leaf for leaf in row if leaf is not None) if here else None
         shared = config.group.share(given, tuple(map(spec_of, avals.values())), ranks[0])
@@ -139,7 +139,7 @@ def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:
     leaves.
     """
     try:
-        return y.spec.flatten_up_to(dy)  # type: ignore[arg-type]
+        return y.structure.flatten_up_to(dy)  # type: ignore[arg-type]
     except ValueError as error:
         raise BatchError(
             f"dy does not have the structure of the outputs: {str(error)[:200]}; give a tree of "

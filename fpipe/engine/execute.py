@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeAlias
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..collectives.group import Group, Work
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..lowering.instruction import Machine, Registers, StepFn
@@ -94,7 +94,7 @@ def execute(
         if isinstance(error, FpipeError) and not isinstance(error, StageError):
             raise
         instruction = bound.plan.instructions[number]
-        raise feature("explain").action_error(error, instruction, bound.plan.rank) from error
+        raise load_pass("explain").action_error(error, instruction, bound.plan.rank) from error
 
 
 def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:

@@ -38,8 +38,8 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
     stages = config.functions
     loss = config.loss
     python = ".".join(map(str, sys.version_info[:2]))
-    xs = [x for x, _, _ in request.kinds]
-    targets = [target for _, targets, _ in request.kinds for target in targets]
+    xs = [kind.x for kind in request.kinds]
+    targets = [target for kind in request.kinds for target in kind.targets]
     strides = [[leaf.stride for leaf in x.leaves if isinstance(leaf, Aval)] for x in xs]
     kinds = str(request.kind_of) if len(request.kinds) > 1 else "(one)"
     reduction = config.reduction

@@ -98,7 +98,7 @@ def _source(key: Key, prepared: Prepared) -> tuple[object, Table, Any, int]:
             return BatchLeaf, lambda call: call.x.rows, mb, leaf
         case (Target(leaf), int(mb)):
             # Keys number the leaves of all targets together.
-            _, targets, _ = prepared.request.kinds[prepared.request.kind_of[mb]]
+            targets = prepared.request.kinds[prepared.request.kind_of[mb]].targets
             number = 0
             while leaf >= len(targets[number].leaves):
                 leaf -= len(targets[number].leaves)
@@ -118,7 +118,7 @@ def _seed_dtype(prepared: Prepared, stage: int, mb: int) -> torch.dtype:
         assert loss is not None
         aval = loss.outputs.y.tensors[0]
     else:
-        programs = [job.kinds[kind].programs for job in prepared.inputs.values()]
+        programs = [job.program_sets[kind].programs for job in prepared.jobs.values()]
         aval = next(of_rank[stage].daux for of_rank in programs if stage in of_rank)
     assert aval is not None
     return aval.dtype

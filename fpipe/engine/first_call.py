@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..collectives.group import Facts
 from .arguments import Call, LossScale
 from .config import Config
@@ -33,14 +33,14 @@ class Agreed:
     """What all ranks agree on: the request, the facts that they compared and their digest ``tag``,
     and the ``number`` of the group's call.
 
-    ``traced`` are the stages of this process if all ranks predicted the same interfaces.
+    ``kinds`` are traced on this process already if all ranks predicted the same interfaces.
     """
 
     request: Request
     facts: Facts = field(default_factory=dict)
     number: int = 0
     tag: int = 0
-    traced: list[TracedKind] | None = None
+    kinds: list[TracedKind] | None = None
 
 
 def compare(call: Call, request: Request, shares: Any, recent: Sequence[Prepared]) -> Agreed:
@@ -54,30 +54,30 @@ def compare(call: Call, request: Request, shares: Any, recent: Sequence[Prepared
     signature_facts = facts(config, request)
     call_facts = of_call(signature_facts, call.seed, _number(call.loss_scale), "none yet")
     number = group.enter(NEW, lambda: call_facts)
-    prediction = feature("sizes.prediction")
-    traced = prediction.predict(config, request, recent)
-    ties = feature("ties") if config.tied and not recent else None
+    prediction = load_pass("sizes.prediction")
+    kinds = prediction.predict(config, request, recent)
+    ties = load_pass("ties") if config.tied and not recent else None
     tied = {} if ties is None else ties.digests(call, request)
-    report: Any = (call.absent, prediction.digest(traced), tied)
+    report: Any = (call.absent, prediction.digest(kinds), tied)
     reports = agree(group, shared(call_facts), request.schedule, report)
     if ties is not None:
         ties.check_equal(config, [leaves for *_, leaves in reports])
     absent = [names for names, *_ in reports]
     if any(absent):
         # Processes describe the arguments that they have and others lack.
-        arguments = feature("elsewhere.arguments")
+        arguments = load_pass("elsewhere.arguments")
         names = [name for of_rank in absent for name in of_rank]
         descriptions = on_all_ranks(group, lambda: arguments.describe(call, names))
         request = arguments.completed(call, absent, descriptions).request(shares)
         signature_facts = facts(config, request)
-        traced = prediction.predict(config, request, recent)
-        report = ((), prediction.digest(traced), {})
+        kinds = prediction.predict(config, request, recent)
+        report = ((), prediction.digest(kinds), {})
         reports = agree(group, shared(signature_facts), more=report)
     same = len({digest for _, digest, _ in reports}) == 1
     # Two pipelines may have equal facts, but their plans were prepared in different calls. So
     # the number of the call is a part of the tag.
     tag = tag_of({**shared(signature_facts), "number": str(number)})
-    return Agreed(request, signature_facts, number, tag, traced if same else None)
+    return Agreed(request, signature_facts, number, tag, kinds if same else None)
 
 
 def compare_copies(config: Config) -> None:

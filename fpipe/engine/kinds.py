@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from .. import tree
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..collectives.rendezvous import TRACING
 from ..errors import StageError
 from ..lowering.job import ProgramSet
@@ -29,7 +29,7 @@ from ..stage import Stage
 from ..tree import AbstractTree
 from .config import Config
 from .handshake import on_all_ranks
-from .request import Kind, Request
+from .request import MicrobatchKind, Request
 
 #: Programs by stage, None for the loss, and device.
 LocalPrograms: TypeAlias = Mapping[tuple[int | None, torch.device], Programs]
@@ -42,7 +42,7 @@ class TracedKind:
     those on this process.
     """
 
-    kind: Kind
+    kind: MicrobatchKind
     interfaces: tuple[Interface, ...] = ()
     programs: LocalPrograms = field(default_factory=dict)
     each: bool = False  # whether the function each= reads all outputs
@@ -56,7 +56,7 @@ class TracedKind:
 
     def input_of(self, stage: int) -> AbstractTree:
         """The input of a stage: the output of the stage before it, or the batch."""
-        return self.interfaces[stage - 1].y.as_input() if stage else self.kind[0]
+        return self.interfaces[stage - 1].y.as_input() if stage else self.kind.x
 
     def news(self, before: TracedKind) -> dict[int, Interface]:
         """The interfaces that this kind did not have ``before``, by stage."""
@@ -88,12 +88,12 @@ class TracedKind:
         """The carry that a stage of this process passes to the next slice."""
         programs = self.local(stage)
         assert programs is not None
-        return feature("slices").parted(programs.outputs.y)[1].as_input()
+        return load_pass("slices").parted(programs.outputs.y)[1].as_input()
 
     @cached_property
     def graph(self) -> ValueGraph:
         """How values pass between stages, and to the loss or the caller. All stages are traced."""
-        batch = self.kind[0].tensors
+        batch = self.kind.x.tensors
         if self.loss is not None:
             loss = Interface.of(self.loss)
             returned_inputs = {source for source in loss.ys if isinstance(source, int)}
@@ -119,9 +119,9 @@ def trace_here(
 ) -> Traced:
     """Trace the stages of this process, and the loss, for each kind."""
     stages = request.schedule.stages
-    traced: Traced = []
+    kinds: Traced = []
     for kind in known:
-        previous = traced[-1] if kind.slice else None
+        previous = kinds[-1] if kind.slice else None
         for stage in range(stages):
             if ranks_here(config, request, stage):
                 note(f"stage {stage + 1} of {stages}")
@@ -129,8 +129,8 @@ def trace_here(
         if config.loss is not None:
             note("the loss")
             kind = with_loss(config, request, kind)
-        traced.append(kind)
-    return traced
+        kinds.append(kind)
+    return kinds
 
 
 def ranks_here(config: Config, request: Request, stage: int) -> list[int]:
@@ -165,17 +165,17 @@ def trace_stage(
     if function.carry and previous is not None:
         carry = previous.carry(stage)
         carry_leaves = len(carry.leaves)
-        x = feature("slices").with_carry(x, carry)
-    trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
+        x = load_pass("slices").with_carry(x, carry)
+    trees = [params, x, traced.kind.sides[stage], request.states[stage] or AbstractTree.of(None)]
     on_devices = partial(_programs, config, request, ranks, stage, trees, unused)
     y = None
     if function.carry:
-        programs, y = feature("slices").traced_slice(
+        programs, y = load_pass("slices").traced_slice(
             function, traced.slice == 0, traced.slice == traced.slices - 1, carry_leaves, on_devices
         )
     else:
         programs = on_devices(function)
-    paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
+    paths = tuple(".".join(map(str, path)) for path in params.structure.paths())
     interface = Interface.of(next(iter(programs.values())), paths, carry_leaves, y)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
 
@@ -183,18 +183,17 @@ def trace_stage(
 def with_loss(config: Config, request: Request, traced: TracedKind) -> TracedKind:
     """With the loss, on the devices of all ranks here, so that each knows what the loss returns."""
     assert config.loss is not None
-    _, targets, sides = traced.kind
-    trees = [traced.input_of(len(traced.interfaces)), *targets]
+    trees = [traced.input_of(len(traced.interfaces)), *traced.kind.targets]
     x = replace(
         trees[0],
-        spec=tree.tuple_structure([t.spec for t in trees]),
+        structure=tree.tuple_structure([t.structure for t in trees]),
         leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
-    stage = loss_stage(config.loss, request.has_aux, request.each)
-    trees = [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)]
-    losses = _programs(config, request, config.group.here, None, trees, frozenset(), stage)
+    function = loss_stage(config.loss, request.has_aux, request.each)
+    trees = [AbstractTree.of({}), x, traced.kind.sides[-1], AbstractTree.of(None)]
+    losses = _programs(config, request, config.group.here, None, trees, frozenset(), function)
     for programs in losses.values():
-        check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
+        check_scalar(function.label, next(iter(programs.outputs.y.tensors), None))
     return replace(traced, programs={**traced.programs, **losses})
 
 
@@ -202,30 +201,32 @@ def _programs(
     config: Config,
     request: Request,
     ranks: Sequence[int],
-    index: int | None,
+    stage: int | None,
     trees: Sequence[AbstractTree],
     unused: frozenset[int],
-    stage: Stage,
+    function: Stage,
 ) -> LocalPrograms:
-    """Trace stage ``index``, or the loss (None), on the devices of ranks."""
+    """Trace a stage, or the loss (None), on the devices of ranks."""
     group = config.group
     note = group.notes(group.here[0])
-    note(f"{TRACING} the loss" if index is None else f"{TRACING} stage {index}")
-    traced = {}
+    note(f"{TRACING} the loss" if stage is None else f"{TRACING} stage {stage}")
+    made = {}
     try:
         for device in dict.fromkeys(map(group.device, ranks)):
-            made = programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
-            if trees[0].wanted and not any((*made.dps, *made.dxs)):
-                feature("explain").check_gradient(stage, made, trees[1], request)
-            traced[index, device] = made
-        return traced
+            programs = programs_of(
+                function, Signature(*(t.on(device) for t in trees)), unused, request
+            )
+            if trees[0].wanted and not any((*programs.dps, *programs.dxs)):
+                load_pass("explain").check_gradient(function, programs, trees[1], request)
+            made[stage, device] = programs
+        return made
     except StageError as error:
-        text = feature("explain").located(str(error), trees, index)
+        text = load_pass("explain").located(str(error), trees, stage)
         raise type(error)(text) from error.__cause__
 
 
 def exchange(
-    config: Config, step: Callable[[Traced], Traced], traced: Traced
+    config: Config, step: Callable[[Traced], Traced], kinds: Traced
 ) -> tuple[Traced, bool]:
     """Do a step of the preparation on every process. An error of one is raised on all.
 
@@ -236,8 +237,8 @@ def exchange(
     after: Traced = []
 
     def work() -> list[dict[int, Interface]]:  # on_all_ranks reports its error to all
-        after[:] = step(traced)
-        return [new.news(old) for new, old in zip(after, traced, strict=True)]
+        after[:] = step(kinds)
+        return [new.news(old) for new, old in zip(after, kinds, strict=True)]
 
     reports = [work()] if config.local else on_all_ranks(config.group, work)
     # Several processes may hold a stage. The first one's report is applied last, so it counts.

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import tree
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import BatchError, checked
 from ..stage import keyword_only
 from ..tree import Tree
@@ -74,7 +74,7 @@ class Microbatches:
         weights: Sequence[float] | None = None,
     ):
         if count is not None or weights is not None:
-            cls = feature("late").Late
+            cls = load_pass("late").Late
         return super().__new__(cls)
 
     def __init__(self, parts: Iterable[Tree] | Absent, *late: object, **more: object):

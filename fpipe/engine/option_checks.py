@@ -12,7 +12,7 @@ from os import PathLike
 from typing import get_args
 
 from .. import tree
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import StageError, WeaveError
 from ..schedule import Schedule
 from ..stage import MISSING, Stage
@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     """Raise StageError or WeaveError where an option has a value that is not allowed."""
     for index, stage in enumerate(config.functions):
         if stage.carry or stage.initial_carry is not MISSING:
-            feature("slices").check_carry(f"stage {index} ({stage.label})", stage)
+            load_pass("slices").check_carry(f"stage {index} ({stage.label})", stage)
     for name, value, valid, allowed in _checks(config):
         if not valid:
             raise StageError(f"{name}={value!r}; give {allowed}")
@@ -43,7 +43,7 @@ def check(config: Config) -> None:
         raise WeaveError(f"overlap={config.overlap!r}; give 'weave' or 'sequential'")
     check_seed(config.seed)
     if config.tied:
-        feature("ties").check_frozen_alike(config.tied, config.frozen)
+        load_pass("ties").check_frozen_alike(config.tied, config.frozen)
     for name in names_of(config) & RESERVED:
         raise StageError(
             f"{name!r} cannot be a side input, since a call has an argument of that name; rename it"

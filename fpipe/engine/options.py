@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeAlias, TypedDict
 
 import torch
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..collectives.group import Group
 from ..errors import StageError
 from ..lowering.plan import Feature
@@ -80,4 +80,4 @@ def options_of(given: Mapping[str, object]) -> tuple[Option, ...]:
         else:
             hint = _ELSEWHERE.get(name, "; see help(fpipe.pipeline)")
         raise StageError(f"pipeline() has no option {name!r}{hint}")
-    return tuple(feature(PASSES[name]).option(value) for name, value in given.items())
+    return tuple(load_pass(PASSES[name]).option(value) for name, value in given.items())

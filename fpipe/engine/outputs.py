@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..actions.action import plain
-from ..actions.product import feature
+from ..actions.action import unfused
+from ..actions.product import load_pass
 from ..lowering.keys import Value
 from ..tree import Tree
 from .microbatches import joined
 from .results import Results
 
 
-class Outputs(Results):
-    """The results of a run of which more is wanted than the loss and gradients of parameters."""
+class RunResults(Results):
+    """All results of a run; ``Results`` has those that every call reads."""
 
     # ---- memory ----
     @cached_property
@@ -54,7 +54,7 @@ class Outputs(Results):
     # ---- second values of the loss ----
     def aux(self) -> list[Tree]:
         """The loss's second values, in microbatch order, on every rank."""
-        return list(map(self._aux, range(self.number)))
+        return list(map(self._aux, range(self.units)))
 
     def _aux(self, mb: int) -> Tree:
         loss = self.prepared.loss[self.request.kind_of[mb]]
@@ -80,7 +80,7 @@ class Outputs(Results):
         if not here and not shared and self.config.outputs == "last":
             return None
         rows = [
-            self._output(mb, shared or everywhere, here or everywhere) for mb in range(self.number)
+            self._output(mb, shared or everywhere, here or everywhere) for mb in range(self.units)
         ]
         if not here and self.config.outputs == "last":
             return None
@@ -118,9 +118,9 @@ class Outputs(Results):
             return None
         x = self.call.x
         out = []
-        for mb in range(self.number):
+        for mb in range(self.units):
             rank = self.path(mb)[0]
-            described = self.request.kinds[self.request.kind_of[mb]][0]
+            described = self.request.kinds[self.request.kind_of[mb]].x
             graph = self.layout.graph(mb)
             leaves: list[Tensor | None] = [None] * len(described.leaves)
             for index in described.wanted:
@@ -135,11 +135,11 @@ class Outputs(Results):
                         grads[0] if grads else torch.zeros_like(x.rows[mb][index])
                     )
                     leaves[index] = dx if self.joins else self.apart([dx])[0]
-            out.append(tree.unflatten(described.spec, leaves))
+            out.append(tree.unflatten(described.structure, leaves))
         if not here:
             return None
         if x.slices > 1:
-            out = feature("slicing").gradients(out, x)
+            out = load_pass("slicing").gradients(out, x)
         return joined(out, 1, x.uniform)
 
     # ---- state ----
@@ -162,7 +162,7 @@ class Outputs(Results):
             return None
         last = [
             a.microbatch
-            for a in plain(self.request.schedule[rank])
+            for a in unfused(self.request.schedule[rank])
             if a.stage == stage and a.op == "F"
         ][-1:]
         kind = self.request.kind_of[last[0]] if last else 0
@@ -170,7 +170,7 @@ class Outputs(Results):
         values: Sequence[Tensor] | None = None
         if rank in self.group.here:
             if last:
-                names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state
+                names = self.prepared.jobs[rank].program_sets[kind].programs[stage].new_state
             else:
                 names = ()
             values = (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import BatchError
 from ..tree import AbstractTree, Tree
 from . import mistakes
@@ -53,7 +53,7 @@ def _stand_ins(leaves: list[Any], name: str) -> tuple[list[Any], bool]:
     """Replace leaves that are elsewhere by stand-ins; also returns whether there are any."""
     if Absent not in map(type, leaves):
         return leaves, False
-    return feature("elsewhere.arguments").stand_ins(leaves, name)
+    return load_pass("elsewhere.arguments").stand_ins(leaves, name)
 
 
 def _can_cut(leaf: Tensor, parts: int, shared_scalars: bool) -> bool:
@@ -73,8 +73,8 @@ def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
 class Parts:
     """A batch argument, cut into microbatches.
 
-    ``rows[m]`` are the leaves of microbatch m, and ``specs[m]`` is its structure. ``leaves`` are
-    the leaves as they were passed, and ``structure`` is the structure of the batch, or the
+    ``rows[m]`` are the leaves of microbatch m, and ``structures[m]`` is its structure. ``leaves``
+    are the leaves as they were passed, and ``structure`` is the structure of the batch, or the
     structures of its ``Microbatches``. The constructor checks the batch. Its rows are cut when they
     are first read, since most ranks read none.
 
@@ -106,7 +106,7 @@ class Parts:
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
             self.leaves, self.absent = _stand_ins(leaves, name)
-            self.specs = [self.structure] * (parts * slices)
+            self.structures = [self.structure] * (parts * slices)
             for leaf in filter(tree.is_tensor, self.leaves):
                 if leaf.is_nested:
                     raise mistakes.nested(name)
@@ -115,7 +115,7 @@ class Parts:
                 if not self.absent:
                     self.lengths.update(leaf.shape[:1])
             if slices > 1:
-                feature("slicing").check(self.leaves, self.structure, name, slices)
+                load_pass("slicing").check(self.leaves, self.structure, name, slices)
             return
         self.late = batch.late
         self.leaves = []
@@ -127,12 +127,12 @@ class Parts:
             if any(leaf.is_nested for leaf in filter(tree.is_tensor, leaves)):
                 raise mistakes.nested(name)
             if slices > 1:
-                feature("slicing").check(leaves, structure, f"{name}[{m}]", slices)
+                load_pass("slicing").check(leaves, structure, f"{name}[{m}]", slices)
             self.leaves += leaves
             self.absent |= absent
             structures.append(structure)
         self.structure = tuple(structures)
-        self.specs = [structure for structure in structures for _ in range(slices)]
+        self.structures = [structure for structure in structures for _ in range(slices)]
 
     @property
     def unknown(self) -> bool:
@@ -142,17 +142,17 @@ class Parts:
     @cached_property
     def rows(self) -> Sequence[Sequence[Any]]:
         """The leaves of every microbatch: views of the caller's tensors."""
-        specs = self.specs[:: self.slices]  # of whole microbatches
-        rows: list[Sequence[Any]] = [()] * len(specs)
+        structures = self.structures[:: self.slices]  # of whole microbatches
+        rows: list[Sequence[Any]] = [()] * len(structures)
         if not self.uniform:
             remaining = iter(self.leaves)
-            rows = [list(islice(remaining, spec.num_leaves)) for spec in specs]
+            rows = [list(islice(remaining, structure.num_leaves)) for structure in structures]
         elif self.leaves:
-            columns = [_split_leaf(leaf, len(specs)) for leaf in self.leaves]
+            columns = [_split_leaf(leaf, len(structures)) for leaf in self.leaves]
             rows = list(zip(*columns, strict=True))
         if self.slices == 1:
             return rows
-        sliced = feature("slicing").sliced
+        sliced = load_pass("slicing").sliced
         return [part for row in rows for part in sliced(row, self.slices)]
 
     def described(self, descriptions: Sequence[AbstractTree]) -> Parts:
@@ -164,13 +164,13 @@ class Parts:
     def abstract(self, mb: int, grad: bool = False) -> AbstractTree:
         """One microbatch in abstract form; ``grad``: whether floating leaves want gradients."""
         if not self.descriptions:
-            return AbstractTree.flat(self.specs[mb], self.rows[mb], grad)
+            return AbstractTree.flat(self.structures[mb], self.rows[mb], grad)
         found = self.descriptions[mb if len(self.descriptions) > 1 else 0]
         return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))
 
     def tree(self, mb: int) -> Tree:
         """One microbatch as a pytree."""
-        return tree.unflatten(self.specs[mb], self.rows[mb])
+        return tree.unflatten(self.structures[mb], self.rows[mb])
 
 
 @dataclass(frozen=True)

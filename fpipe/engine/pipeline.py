@@ -15,11 +15,11 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 
-from ..actions.product import feature, product
+from ..actions.product import load_pass, load_product
 from ..collectives.group import Group, as_group
 from ..collectives.setup import init
 from ..errors import StageError
-from ..generators import Source, is_path, read_schedule
+from ..generators import ScheduleSource, is_path, read_schedule
 from ..schedule import Schedule
 from ..stage import OF_MODULES, Elsewhere, Engine, Stage, as_stage, patterns, with_defaults
 from ..tree import Tree
@@ -61,7 +61,7 @@ class Pipeline(PipelineBase[Y, R]):
         if cache is None:
             shares = None
             if config.copies is not None:
-                shares = feature("copies.sharding").Shares(config.copies)
+                shares = load_pass("copies.sharding").Shares(config.copies)
             cache = Cache(shares)
         self.config = config
         self.cache = cache
@@ -93,7 +93,7 @@ class Pipeline(PipelineBase[Y, R]):
             self.refuse(error)
             raise
         choice = self.config.choice
-        if choice is not None and mode == "grad" and call.number not in choice.chosen:
+        if choice is not None and mode == "grad" and call.units not in choice.chosen:
             self._choose(choice, call, params, x, targets, side)
         return call
 
@@ -132,10 +132,10 @@ class Pipeline(PipelineBase[Y, R]):
             arguments = (params, x, targets, side, loss_scale)
             call = prepare(*arguments, seed)
             if calls.surrounded():
-                value, grads = feature("derived.nested").value_and_grad(call, x)
+                value, grads = load_pass("derived.nested").value_and_grad(call, x)
             elif self.config.capture and not calls.observed():
                 prepare_again = partial(prepare, seed=seed)
-                steps = feature("capture.steps")
+                steps = load_pass("capture.steps")
                 value, grads = steps.captured(call, self.cache, prepare_again, arguments, _value)
             else:
                 value, grads = calls.value_and_grad(call, self.cache, _value)
@@ -147,7 +147,7 @@ class Pipeline(PipelineBase[Y, R]):
 @overload
 def pipeline(
     stages: Stages[Y],
-    schedule: Source | Choice = "1F1B",
+    schedule: ScheduleSource | Choice = "1F1B",
     *,
     loss: None = None,
     outputs: Literal["zeros", "everywhere"] = ...,
@@ -158,7 +158,7 @@ def pipeline(
 @overload
 def pipeline(
     stages: Stages[Y],
-    schedule: Source | Choice = "1F1B",
+    schedule: ScheduleSource | Choice = "1F1B",
     *,
     loss: None = None,
     outputs: Literal["last"],
@@ -169,7 +169,7 @@ def pipeline(
 @overload
 def pipeline(
     stages: Stages[Y],
-    schedule: Source | Choice = "1F1B",
+    schedule: ScheduleSource | Choice = "1F1B",
     *,
     loss: Callable[..., R],
     outputs: Outputs = ...,
@@ -180,7 +180,7 @@ def pipeline(
 @overload
 def pipeline(
     stages: Stages[Any],
-    schedule: Source | Choice = "1F1B",
+    schedule: ScheduleSource | Choice = "1F1B",
     *,
     loss: Loss | None,
     outputs: Outputs = ...,
@@ -190,7 +190,7 @@ def pipeline(
 
 def pipeline(
     stages: Sequence[Callable[..., Any] | Stage],
-    schedule: Source | Choice = "1F1B",
+    schedule: ScheduleSource | Choice = "1F1B",
     *,
     loss: Loss | None = None,
     microbatches: int | None = None,
@@ -297,23 +297,25 @@ def pipeline(
             raise StageError(
                 f'slices={slices} with schedule="auto", which has none; give the name of a schedule'
             )
-        choice: Choice = schedule if isinstance(schedule, Choice) else product("search.auto").auto()
-        schedule = choice.bound_to(group, len(stages), microbatches)
-    described = tuple(map(as_stage, stages))
-    if any(isinstance(stage.fn, Elsewhere) for stage in described):
-        incomplete = Config(
-            described, schedule, group, microbatches=microbatches, requested_slices=slices
+        choice: Choice = (
+            schedule if isinstance(schedule, Choice) else load_product("search.auto").auto()
         )
-        described = feature("elsewhere.stages").described(incomplete)
-    functions = [with_defaults(stage, engine, compile) for stage in described]
+        schedule = choice.bound_to(group, len(stages), microbatches)
+    given = tuple(map(as_stage, stages))
+    if any(isinstance(stage.fn, Elsewhere) for stage in given):
+        incomplete = Config(
+            given, schedule, group, microbatches=microbatches, requested_slices=slices
+        )
+        given = load_pass("elsewhere.stages").described(incomplete)
+    functions = [with_defaults(stage, engine, compile) for stage in given]
     if loss is not None and (engine != "trace" or compile):
         loss = with_defaults(as_stage(loss), engine, compile)
     frozen_leaves = [*patterns("frozen", frozen)]
-    for number, stage in enumerate(described):
+    for number, stage in enumerate(given):
         frozen_leaves += [f"{number}.{name}" for name in stage.frozen]
     tied_leaves = ()
-    if tied != () or any(stage.ties for stage in described):
-        tied_leaves = feature("ties").ties(described, tied)
+    if tied != () or any(stage.ties for stage in given):
+        tied_leaves = load_pass("ties").ties(given, tied)
     config = Config(
         tuple(functions),
         schedule,
@@ -331,7 +333,7 @@ def pipeline(
         requested_slices=slices,
         more=options_of(more) if more else (),
     )
-    if not config.plain:
+    if not config.needs_no_check:
         option_checks.check(config)
     return Pipeline(config)
 

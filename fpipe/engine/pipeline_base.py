@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, overload
 import torch
 
 from .. import tree
-from ..actions.product import feature, product
+from ..actions.product import load_pass, load_product
 from ..collectives.group import Group
 from ..errors import StageError, checked
 from ..programs.wrappers import in_mode
@@ -163,7 +163,7 @@ class PipelineBase(Generic[Y, R]):
         """
         call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
         if calls.surrounded():
-            return feature("derived.nested").forward(call)
+            return load_pass("derived.nested").forward(call)
         return calls.forward(call, self.cache)
 
     def __repr__(self) -> str:
@@ -175,7 +175,7 @@ class PipelineBase(Generic[Y, R]):
             picture = ""
         else:
             picture = self.schedule(count)._repr_html_()
-        return product("pictures").table([repr(self)[1:-1]], []) + picture
+        return load_product("pictures").table([repr(self)[1:-1]], []) + picture
 
     def schedule(self, microbatches: int) -> Schedule:
         """The checked schedule for a number of microbatches.
@@ -221,7 +221,7 @@ class PipelineBase(Generic[Y, R]):
                 "make a pipeline with it, and place the parameters anew"
             )
         config = replace(self.config, schedule=schedule, microbatches=schedule.microbatches)
-        return type(self)(config, Cache(self.cache.shares, self.cache.agreed))
+        return type(self)(config, Cache(self.cache.shares, self.cache.copies_compared))
 
     @checked
     def rerouted(self, without: Sequence[int]) -> Self:
@@ -250,7 +250,7 @@ class PipelineBase(Generic[Y, R]):
         >>> pipe.rerouted(without=[2]).placement
         Placement(0: [0], 1: [0], 2: [1])
         """
-        return feature("rerouting").rerouted(self, without)
+        return load_pass("rerouting").rerouted(self, without)
 
     def train(self, training: bool = True) -> Self:
         """The same pipeline with its modules in training, whatever mode they were cut in; this one
@@ -275,7 +275,7 @@ class PipelineBase(Generic[Y, R]):
         """
         modes = self.cache.modes
         if training not in modes:
-            cache = Cache(self.cache.shares, self.cache.agreed)
+            cache = Cache(self.cache.shares, self.cache.copies_compared)
             cache.modes = modes
             functions = tuple(in_mode(stage, training) for stage in self.config.functions)
             modes[training] = replace(self.config, functions=functions), cache
@@ -317,7 +317,7 @@ class PipelineBase(Generic[Y, R]):
         ...
         fpipe.errors.StageError: captured() records graphs of kernels on one accelerator...
         """
-        feature("capture.steps").check(self.group, self.copies is not None)
+        load_pass("capture.steps").check(self.group, self.copies is not None)
         return type(self)(replace(self.config, capture=True))
 
     def _choose(
@@ -336,8 +336,8 @@ class PipelineBase(Generic[Y, R]):
         def plans_of(schedule):
             return self.under(schedule).plan(params, x, *targets, **side)
 
-        latency = feature("weaving.estimates").rates_of(self.config.device.type).latency / 1000
-        auto.estimated(call.number, plans_of, self.schedule(call.number), latency)
+        latency = load_pass("weaving.estimates").rates_of(self.config.device.type).latency / 1000
+        auto.estimated(call.units, plans_of, self.schedule(call.units), latency)
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one refuses the arguments of the next call.
@@ -560,7 +560,7 @@ class PipelineBase(Generic[Y, R]):
         >>> "What to change first" in str(page)
         True
         """
-        return product("explanation").explain(self, params, x, targets, side, costs)
+        return load_product("explanation").explain(self, params, x, targets, side, costs)
 
     def rehearse(
         self,
@@ -596,6 +596,6 @@ class PipelineBase(Generic[Y, R]):
         >>> by_rank[1].received, by_rank[1].parameters
         ((2, 16), 4)
         """
-        return feature("rehearsal").rehearse(
+        return load_pass("rehearsal").rehearse(
             self, ranks, params, x, *targets, copies=copies, zero=zero, note=note
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import BatchError
 from ..programs.cache import measured
 from ..programs.spent import Spent
@@ -70,15 +70,15 @@ class Cache:
 
     * ``plans``: by signature
     * ``shares``: the layouts of parameters that copies of the pipeline share
-    * ``agreed``: whether the copies have compared their configurations
+    * ``copies_compared``: whether the copies have compared their configurations
     * ``graphs``: of captured steps, by signature
     * ``modes``: the pipeline in training (True) and in evaluation (False)
     """
 
-    def __init__(self, shares: Any = None, agreed: bool = False):
+    def __init__(self, shares: Any = None, copies_compared: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares = shares
-        self.agreed = agreed
+        self.copies_compared = copies_compared
         self.graphs: dict[Any, Any] = {}
         self.modes: dict[bool, tuple[Config, Cache]] = {}
 
@@ -130,8 +130,8 @@ class Cache:
     def _prepare(self, call: Call) -> CachedPlans:
         """Prepare the plans of a call. Ranks in several processes compare the call first."""
         config = call.config
-        if config.copies is not None and not self.agreed:
-            self.agreed = True
+        if config.copies is not None and not self.copies_compared:
+            self.copies_compared = True
             compare_copies(config)
         try:
             request = call.request(self.shares)
@@ -140,11 +140,11 @@ class Cache:
             raise
         if config.local:
             if config.tied and not self.plans:
-                ties = feature("ties")
+                ties = load_pass("ties")
                 ties.check_equal(config, [ties.tensors(call, request)])
             agreed = Agreed(request)
         else:
             recent = [plans.prepared for plans in list(self.plans.values())[-RECENT:]]
             agreed = compare(call, request, self.shares, recent)
-        prepared = prepare(config, agreed.request, agreed.traced)
+        prepared = prepare(config, agreed.request, agreed.kinds)
         return CachedPlans(config, prepared, agreed, call.misplaced())

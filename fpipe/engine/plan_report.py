@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..actions.costs import Costs
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..lowering.plan import Plan
 from .prepare import Prepared
 
@@ -29,18 +29,18 @@ class Plans:
         self.by_rank = prepared.plans
         self.graph = _held_by_a_graph(prepared) if captured else None
         self.peak = {rank: plan.peak for rank, plan in self.by_rank.items()}
-        self._inputs = prepared.inputs
+        self._jobs = prepared.jobs
 
     @property
     def figures(self) -> dict[str, dict[int, float]]:
         """What is expected of the programs of the stages of this process, by shapes: microseconds,
         and bytes.
         """
-        microseconds = feature("weaving.segments").microseconds
+        microseconds = load_pass("weaving.segments").microseconds
         names = "F", "B", "I", "W", "saved", "kept"
         figures: dict[str, dict[int, float]] = {name: {} for name in names}
-        for source in self._inputs.values():
-            for stage, slices in source.slice_programs().items():
+        for job in self._jobs.values():
+            for stage, slices in job.slice_programs().items():
                 for letter in "FBIW":
                     programs = [getattr(part, letter.lower()) for part in slices]
                     figures[letter][stage] = sum(map(microseconds, programs))
@@ -55,7 +55,7 @@ class Plans:
 
         The mean over the stages of this process stands for the others.
         """
-        stages = next(iter(self._inputs.values())).stages
+        stages = next(iter(self._jobs.values())).stages
         spread: dict[str, tuple[float, ...]] = {}
         for name, figures in self.figures.items():
             mean = sum(figures.values()) / max(len(figures), 1)

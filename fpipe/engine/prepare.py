@@ -16,11 +16,11 @@ from functools import partial
 
 from ..actions.action import Fused
 from ..actions.dependencies import uncollected
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..actions.progress_line import noted
 from ..lowering.builder import lower
 from ..lowering.instruction import Machine
-from ..lowering.job import LoweringInput
+from ..lowering.job import Job
 from ..lowering.plan import Feature, Plan
 from ..lowering.value_graph import Interface
 from ..programs.cache import timed
@@ -41,7 +41,7 @@ class Prepared:
 
     request: Request
     executables: Mapping[int, Executable]  # by rank
-    inputs: Mapping[int, LoweringInput]  # by rank
+    jobs: Mapping[int, Job]  # by rank
     interfaces: tuple[tuple[Interface, ...], ...]  # by kind of microbatch, then by stage
     loss: tuple[Programs | None, ...]  # by kind of microbatch
 
@@ -62,46 +62,46 @@ def silent(text: str) -> None:
 def prepare(
     config: Config,
     request: Request,
-    traced: Traced | None = None,
+    kinds: Traced | None = None,
 ) -> Prepared:
     """Trace, exchange interfaces, lower and bind.
 
-    With ``traced`` all ranks have traced their stages for predicted interfaces, and there is
+    With ``kinds`` all ranks have traced their stages for predicted interfaces, and there is
     nothing to exchange.
     """
     group = config.group
     copies = config.copies
     schedule = request.schedule
-    if traced is None:
+    if kinds is None:
         progress = noted("tracing") if sys.stderr.isatty() else nullcontext(silent)
         with progress as note:
-            traced = trace_stages(config, request, note)
-    inputs = lowering_inputs(config, request, traced, group.here, distributed=not config.local)
+            kinds = trace_stages(config, request, note)
+    jobs = lowering_jobs(config, request, kinds, group.here, distributed=not config.local)
     first_microbatch = 0 if copies is None else copies.part * schedule.microbatches
-    check = feature("debugging").check if request.debug else None
+    check = load_pass("debugging").check if request.debug else None
     executables = {}
     with timed("lowering"), uncollected():
-        for rank, plan in _lower_ranks(inputs).items():
+        for rank, plan in _lower_ranks(jobs).items():
             device = group.device(rank)
             machine = Machine(rank, group, device, config.accumulate, check, first_microbatch)
             executables[rank] = bind(plan, machine)
     return Prepared(
         request,
         executables,
-        inputs,
-        tuple(kind.interfaces for kind in traced),
-        tuple(kind.loss for kind in traced),
+        jobs,
+        tuple(kind.interfaces for kind in kinds),
+        tuple(kind.loss for kind in kinds),
     )
 
 
-def lowering_inputs(
+def lowering_jobs(
     config: Config,
     request: Request,
-    traced: Sequence[TracedKind],
+    kinds: Sequence[TracedKind],
     ranks: Sequence[int],
     *,
     distributed: bool,
-) -> dict[int, LoweringInput]:
+) -> dict[int, Job]:
     """What the plans of ranks are lowered from.
 
     With ``distributed`` other ranks are in other processes.
@@ -109,11 +109,11 @@ def lowering_inputs(
     group = config.group
     schedule = request.schedule
     if config.frozen or config.copies is not None:
-        check_patterns(config, [interface.leaves for interface in traced[0].interfaces])
-    inputs = {
-        rank: LoweringInput(
+        check_patterns(config, [interface.leaves for interface in kinds[0].interfaces])
+    jobs = {
+        rank: Job(
             schedule,
-            tuple(kind.on_rank(config, request, rank) for kind in traced),
+            tuple(kind.on_rank(config, request, rank) for kind in kinds),
             request.kind_of,
             training=request.mode != "forward",
             accumulate=config.accumulate,
@@ -125,38 +125,38 @@ def lowering_inputs(
         )
         for rank in ranks
     }
-    features = tuple(_features(config, request, traced[0].interfaces, inputs))
-    return {rank: replace(job, features=features) for rank, job in inputs.items()}
+    features = tuple(_features(config, request, kinds[0].interfaces, jobs))
+    return {rank: replace(job, features=features) for rank, job in jobs.items()}
 
 
 def _features(
     config: Config,
     request: Request,
     interfaces: Sequence[Interface],
-    inputs: Mapping[int, LoweringInput],
+    jobs: Mapping[int, Job],
 ) -> Iterator[Feature]:
     """The features of the plans, in the order in which they act."""
     if request.each:
-        yield feature("each").Each()
+        yield load_pass("each").Each()
     tied = ()
     if config.tied or request.schedule.placement.replicated:
-        sums = feature("ties").sums_of(config, request, interfaces)
+        sums = load_pass("ties").sums_of(config, request, interfaces)
         tied = sums.tied
         if sums.specs and request.mode != "forward":
             yield sums
     if config.copies is not None:
-        yield feature("copies.gathering").OfCopies(config.copies, request.layouts, tied)
+        yield load_pass("copies.gathering").OfCopies(config.copies, request.layouts, tied)
     if config.overlap != "sequential":
         fused = any(isinstance(action, Fused) for row in request.schedule for action in row)
-        if fused or _starts_collectives(inputs):
-            yield feature("weaving.fused").Weaving()
+        if fused or _starts_collectives(jobs):
+            yield load_pass("weaving.fused").Weaving()
     for option in config.more:
         yield from option.features(request)
 
 
-def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
+def _starts_collectives(jobs: Mapping[int, Job]) -> bool:
     """Whether a program of the ranks of this process starts a collective."""
-    kinds = {id(kind): kind for job in inputs.values() for kind in job.kinds}.values()
+    kinds = {id(kind): kind for job in jobs.values() for kind in job.program_sets}.values()
     made = (programs for kind in kinds for programs in (*kind.programs.values(), kind.loss))
     return any(
         program.collective
@@ -165,11 +165,11 @@ def _starts_collectives(inputs: Mapping[int, LoweringInput]) -> bool:
     )
 
 
-def _lower_ranks(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
+def _lower_ranks(jobs: Mapping[int, Job]) -> dict[int, Plan]:
     """Lower the plan of each rank of this process."""
-    if _starts_collectives(inputs):
-        return feature("weaving.collective_order").in_one_order(inputs)
-    return {rank: lower(job, rank) for rank, job in inputs.items()}
+    if _starts_collectives(jobs):
+        return load_pass("weaving.collective_order").in_one_order(jobs)
+    return {rank: lower(job, rank) for rank, job in jobs.items()}
 
 
 def trace_stages(config: Config, request: Request, note: Callable[[str], None]) -> Traced:
@@ -179,24 +179,24 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     the outputs of all stages are found first.
     """
     chain = request.chain
-    traced = [
+    kinds = [
         TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
         for number, kind in enumerate(request.kinds)
     ]
     if not config.local:
-        traced = previewed(config, request, traced, note)
+        kinds = previewed(config, request, kinds, note)
     again = True
     while again:
-        expected = [kind.outputs for kind in traced]
-        traced, _ = exchange(config, partial(trace_here, config, request, note), traced)
-        again = not config.local and [kind.outputs for kind in traced] != expected
+        expected = [kind.outputs for kind in kinds]
+        kinds, _ = exchange(config, partial(trace_here, config, request, note), kinds)
+        again = not config.local and [kind.outputs for kind in kinds] != expected
     if request.mode == "forward":
-        return traced
+        return kinds
     # Every process knows all interfaces, so all agree on whether another round is needed. Unused
     # carries are known only to the processes of their stages, so carries need a round in any case,
     # and one more after each that changed something.
     again = config.carries
-    while again or any(kind.graph.lacks_cotangents() for kind in traced):
-        traced, changed = exchange(config, partial(unused.cut, config, request), traced)
+    while again or any(kind.graph.lacks_cotangents() for kind in kinds):
+        kinds, changed = exchange(config, partial(unused.cut, config, request), kinds)
         again = config.carries and changed
-    return traced
+    return kinds

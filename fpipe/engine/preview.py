@@ -23,20 +23,20 @@ from .request import Request
 
 
 def previewed(
-    config: Config, request: Request, traced: Traced, note: Callable[[str], None]
+    config: Config, request: Request, kinds: Traced, note: Callable[[str], None]
 ) -> Traced:
     """The kinds with an interface for each stage, which may have nothing but the output."""
     with PLAIN.mode():
         pass  # the first time it imports what tracing needs, which takes a process a second
     stages = request.schedule.stages
-    while (known := min(len(kind.interfaces) for kind in traced)) < stages:
-        traced, changed = exchange(config, partial(_next_outputs, config, request, note), traced)
+    while (known := min(len(kind.interfaces) for kind in kinds)) < stages:
+        kinds, changed = exchange(config, partial(_next_outputs, config, request, note), kinds)
         if not changed:
             raise MismatchError(
                 f"no process reported what stage {known} returns; every process must run the same "
                 "pipeline"
             )
-    return traced
+    return kinds
 
 
 def _next_outputs(
@@ -65,7 +65,7 @@ def _with_output(
     if params is not None and function.engine == "trace" and not function.carry:
         device = config.group.device(ranks_here(config, request, stage)[0])
         state = request.states[stage] or AbstractTree.of(None)
-        trees = (params, kind.input_of(stage), kind.kind[2][stage], state)
+        trees = (params, kind.input_of(stage), kind.kind.sides[stage], state)
         y = returned(function, Signature(*(tree.on(device) for tree in trees)))
     if y is None:
         return trace_stage(config, request, kind, previous, stage)

@@ -18,7 +18,7 @@ from . import calls
 from .arguments import Call
 from .cotangents import cotangents, on_replicas
 from .feed import Feeder
-from .outputs import Outputs
+from .outputs import RunResults
 from .plan_cache import Cache
 from .signatures import Pullback
 
@@ -32,8 +32,8 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             y = (y, results.states())
     kept = [results.regs]
     # slots that are filled before the backwards and that these read
-    carried = {rank: plan.carried() for rank, plan in plans.prepared.plans.items()}
-    before = _versions(carried, results.regs)
+    kept_slots = {rank: plan.kept_for_backward() for rank, plan in plans.prepared.plans.items()}
+    before = _versions(kept_slots, results.regs)
 
     def pullback(dy: Tree, *, retain: bool = False) -> tuple[Any, Tree]:
         """Gradients of the parameters and the input for the outputs' cotangents."""
@@ -44,9 +44,9 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             )
         calls.refuse_surrounded()
         try:
-            units = [plans.prepared.output(mb) for mb in range(call.number)]
-            rows = cotangents(call, units, dy)
-            if _versions(carried, kept[0]) != before:
+            planned = [plans.prepared.output(mb) for mb in range(call.units)]
+            rows = cotangents(call, planned, dy)
+            if _versions(kept_slots, kept[0]) != before:
                 raise StageError(
                     "a tensor that this pullback needs was changed in place since fpipe.vjp "
                     "returned: a parameter, the "
@@ -58,8 +58,8 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
         again = partial(plans.announce, pullback=number)
         with calls.announced(call, again), setting(RETAINED, retain):
             regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
-            rows = on_replicas(call, units, rows)
-            results = Outputs(plans.layout, regs, call, None, rows)
+            rows = on_replicas(call, planned, rows)
+            results = RunResults(plans.layout, regs, call, None, rows)
             calls.run(results, plans, lambda feeder, r: _fill(feeder, r, rows), phase=1)
             return results.param_grads(), results.input_grads()
 
@@ -73,7 +73,9 @@ def _fill(feeder: Feeder, r: Registers, cotangents: Sequence[Sequence[Any]]) -> 
 
 
 def _versions(
-    carried: Mapping[int, tuple[int, ...]], regs: Mapping[int, Registers]
+    kept_slots: Mapping[int, tuple[int, ...]], regs: Mapping[int, Registers]
 ) -> list[list[int]]:
     """How often each tensor that the backwards need was written to."""
-    return [versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in carried.items()]
+    return [
+        versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in kept_slots.items()
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..schedule import Schedule
 from ..tree import AbstractTree
@@ -13,9 +13,12 @@ from ..tree import AbstractTree
 Mode: TypeAlias = Literal["grad", "forward", "vjp"]
 
 
-#: A kind of microbatch: x, the targets, and the side inputs by stage with those of the loss at the
-#: end.
-Kind: TypeAlias = tuple[AbstractTree, tuple[AbstractTree, ...], tuple[AbstractTree, ...]]
+class MicrobatchKind(NamedTuple):
+    """A kind of microbatch. ``sides`` are by stage, with those of the loss at the end."""
+
+    x: AbstractTree
+    targets: tuple[AbstractTree, ...]
+    sides: tuple[AbstractTree, ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Request:
     schedule: Schedule
     params: tuple[AbstractTree | None, ...]
     states: tuple[AbstractTree | None, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[MicrobatchKind, ...]
     kind_of: tuple[int, ...]
     wants_dx: bool = False
     layouts: Mapping[int, Any] = field(
@@ -39,5 +42,5 @@ class Request:
     each: bool = False  # outputs, and what the loss returns, go to a function of the caller
     has_aux: bool = False
     debug: bool = False  # results are checked for NaN
-    pipeline: object = field(default=None, compare=False, repr=False)  # the same for all its calls
+    pipeline_id: object = field(default=None, compare=False, repr=False)  # shared by its calls
     chain: int = 1  # of stages with carries: the slices of a microbatch, whose kinds are in a row

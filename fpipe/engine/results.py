@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import tree
 from ..lowering.instruction import Registers
-from ..lowering.job import LoweringInput
+from ..lowering.job import Job
 from ..lowering.keys import Key
 from ..lowering.value_graph import ValueGraph, grad, reduced_grad, spec_of
 from ..tree import Aval, Structure, Tree
@@ -76,11 +76,11 @@ class ResultLayout:
 
         Every process knows them all, but only the slots of its own ranks.
         """
-        inputs = self.prepared.inputs
+        jobs = self.prepared.jobs
         executables = self.prepared.executables
         by_rank = []
-        for rank in self._any_input.scalar_ranks():
-            scalars = inputs.get(rank, self._any_input).scalars(rank)
+        for rank in self._any_job.scalar_ranks():
+            scalars = jobs.get(rank, self._any_job).scalars(rank)
             slots = None
             if rank in executables:
                 results = executables[rank].plan.results
@@ -119,24 +119,24 @@ class ResultLayout:
                     slot = results.get(reduced, results.get(grad(stage, index), -1))
                 local = self.config.copies is not None and reduced not in results
                 places.append(GradPlace(slot, local))
-            by_stage.append(StageGradients(stage, rank, params.spec, places))
+            by_stage.append(StageGradients(stage, rank, params.structure, places))
         return by_stage
 
     @property
-    def _any_input(self) -> LoweringInput:
+    def _any_job(self) -> Job:
         """What the plan of some rank of this process was lowered from."""
-        return next(iter(self.prepared.inputs.values()))
+        return next(iter(self.prepared.jobs.values()))
 
     def graph(self, mb: int) -> ValueGraph:
         """How values of a microbatch pass between stages."""
-        return self._any_input.kind(mb).graph
+        return self._any_job.kind(mb).graph
 
 
 class Results:
     """The loss and the gradients of a run, read when they are asked for.
 
     A result may be sent to other processes then, so every process must ask for the same ones in the
-    same order. ``Outputs`` has the other results.
+    same order. ``RunResults`` has the others, too.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class Results:
         self.group = self.config.group
         self.path = self.request.schedule.placement.path
         self.stages = self.config.stages
-        self.number = call.number
+        self.units = call.units
         # Whether the results of microbatches are joined to a batch, and so are copied.
-        self.joins = call.number > 1 and (call.x.uniform or call.x.slices > 1)
+        self.joins = call.units > 1 and (call.x.uniform or call.x.slices > 1)
 
     def _get(self, rank: int, keys: Iterable[Key]) -> list[Tensor] | None:
         """Results of a rank; None on other processes."""
@@ -202,7 +202,7 @@ class Results:
         """
         weights = self.weights
         assert weights is not None
-        totals = [losses[self.stages, mb] for mb in range(self.number)]
+        totals = [losses[self.stages, mb] for mb in range(self.units)]
         if self.layout.aux_stages:
             totals = [self._with_aux(loss, losses, mb) for mb, loss in enumerate(totals)]
         if weights.common is None:

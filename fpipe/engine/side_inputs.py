@@ -58,7 +58,7 @@ def leaves(
 def abstract(names: Iterable[str], sides: Mapping[str, Parts], mb: int) -> AbstractTree:
     """The side inputs of one stage, or of the loss, for a microbatch in abstract form."""
     trees = {name: part.abstract(mb) for name, part in of_stage(names, sides).items()}
-    structures = {name: each.spec for name, each in trees.items()}
+    structures = {name: each.structure for name, each in trees.items()}
     return AbstractTree(
         optree.treespec_dict(structures, namespace=tree.NAMESPACE),
         tuple(leaf for each in trees.values() for leaf in each.leaves),

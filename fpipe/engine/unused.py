@@ -17,18 +17,18 @@ def cut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[T
     """Trace again, from the last stage down, the stages of which an output has no cotangent, as far
     as they are on this process.
     """
-    traced = list(known)
+    kinds = list(known)
     changed = True
     while changed:
         changed = False
-        for number, kind in reversed(list(enumerate(traced))):
-            previous = traced[number - 1] if kind.slice else None
-            following = traced[number + 1] if kind.slice + 1 < kind.slices else None
+        for number, kind in reversed(list(enumerate(kinds))):
+            previous = kinds[number - 1] if kind.slice else None
+            following = kinds[number + 1] if kind.slice + 1 < kind.slices else None
             while (found := lacking(kind, following)) and ranks_here(config, request, found[0]):
                 kind = trace_stage(config, request, kind, previous, *found)
                 changed = True
-            traced[number] = kind
-    return traced
+            kinds[number] = kind
+    return kinds
 
 
 def lacking(kind: TracedKind, after: TracedKind | None) -> tuple[int, frozenset[int]] | None:

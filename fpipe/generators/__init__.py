@@ -12,10 +12,10 @@ keeps of one microbatch, from its F to its W or B.
 
 from .catalogue import is_path, make_schedule, schedule_from, schedule_names
 from .registry import about_schedule, orders_slices, register_schedule
-from .sources import Source, read_schedule, schedule_in
+from .sources import ScheduleSource, read_schedule, schedule_in
 
 __all__ = [
-    "Source",
+    "ScheduleSource",
     "about_schedule",
     "is_path",
     "make_schedule",

@@ -15,10 +15,10 @@ from os import PathLike
 from typing import NamedTuple, TypeGuard
 
 from ..actions.dependencies import uncollected
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..schedule import Schedule
 from .refusals import no_source, too_large, unknown_name, wrong_count, wrong_stages
-from .sources import Source, called, make_registered, read_schedule, returned
+from .sources import ScheduleSource, called, make_registered, read_schedule, returned
 
 
 class Entry(NamedTuple):
@@ -148,7 +148,7 @@ def make_schedule(
     if entry is None:
         raise unknown_name(name, {key(known): known for known in (*schedule_names(), *ALIASES)})
     if replicas is not None:
-        of_stages = feature("replicas")
+        of_stages = load_pass("replicas")
         copies = of_stages.checked(replicas, ranks, stages)
         stages = len(copies)
         if stages < ranks:
@@ -168,7 +168,7 @@ def make_schedule(
 
 
 def schedule_from(
-    source: Source,
+    source: ScheduleSource,
     ranks: int,
     microbatches: int,
     stages: int | None = None,
@@ -201,8 +201,8 @@ def schedule_from(
 def is_path(source: object) -> TypeGuard[str | PathLike[str]]:
     """Whether :func:`schedule_from` reads ``source`` as a path.
 
-    A path as text ends in .csv or .txt, contains a separator of folders, or is an existing file whose name
-    is not that of a schedule.
+    A path as text ends in .csv or .txt, contains a separator of folders, or is an existing file
+    whose name is not that of a schedule.
 
     >>> is_path("plan.csv"), is_path("1F1B")
     (True, False)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..actions.action import Action, AnyAction, Placement, Row, plain
+from ..actions.action import Action, AnyAction, Placement, Row, unfused
 from ..schedule import Schedule
 from .patterns import actions, fused, keep_microbatches
 from .shapes import two_directions
@@ -45,13 +45,13 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 1F0, 0F1, 1B0, (1F1;0B0)OVERLAP_F_B, (0F2;1B1)OVERLAP_F_B, (1F2;0B1)OVERLAP_F_B, 1B2, 0I2,
     0W2]
     """
-    drawn = max(2 * ranks, microbatches)
-    batches = range(drawn)
+    made_for = max(2 * ranks, microbatches)
+    batches = range(made_for)
     rows = [
-        _row(_pattern(ranks, r, drawn), (r, batches), (stages - 1 - r, batches))
+        _row(_pattern(ranks, r, made_for), (r, batches), (stages - 1 - r, batches))
         for r in range(ranks)
     ]
-    rows = keep_microbatches(rows, drawn, batches[drawn - microbatches :])
+    rows = keep_microbatches(rows, made_for, batches[made_for - microbatches :])
     return Schedule(rows, Placement.v(ranks), microbatches, "DualPipeV")
 
 
@@ -64,13 +64,13 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F1, 1F0, 1B0, 0I1, 0W1]
     """
 
-    drawn = max(ranks, -(-microbatches // 2))
+    made_for = max(ranks, -(-microbatches // 2))
 
     def row(near: int, far: int, first: range, second: range) -> Row:
-        return _row(_pattern(ranks // 2, near, drawn), (near, first), (far, second))
+        return _row(_pattern(ranks // 2, near, made_for), (near, first), (far, second))
 
     return two_directions(
-        "DualPipe", ranks, microbatches, row, drawn, keep_last=True, remedy="or DualPipeV"
+        "DualPipe", ranks, microbatches, row, made_for, keep_last=True, remedy="or DualPipeV"
     )
 
 
@@ -102,7 +102,7 @@ def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> R
     tapes: dict[str, Iterator[AnyAction]] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1}
     tapes |= {"X": fused(f0, b1), "Y": fused(f1, b0)}
     row: list[AnyAction] = []
-    inputs = (part for part in plain(row) if part.op == "I")  # read while the row grows
+    inputs = (part for part in unfused(row) if part.op == "I")  # read while the row grows
     tapes["W"] = (part._replace(op="W") for part in inputs)
     for letter in pattern:
         row.append(next(tapes[letter]))

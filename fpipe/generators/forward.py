@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
-from ..actions.action import Action, Row, plain
+from ..actions.action import Action, Row, unfused
 from ..errors import ScheduleError
 from ..schedule import Schedule
 from .catalogue import is_path
@@ -59,7 +59,7 @@ def forwards_alone(schedule: Schedule) -> Schedule:
 def _in_waves(row: Row, ranks: int) -> Row:
     """The forwards of a row by their slots in waves."""
     numbers = defaultdict[int, Iterator[int]](count)
-    numbered = [(next(numbers[part.stage]), part) for part in plain(row)]
+    numbered = [(next(numbers[part.stage]), part) for part in unfused(row)]
 
     def slot(forward: tuple[int, Action]) -> int:
         number, part = forward

@@ -36,15 +36,15 @@ def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 3F0, 3B0, 3F1, 3B1, 0B0, 0B1]
     [1F0, 2F0, 1F1, 2F1, 2B0, 1B0, 2B1, 1B1]
     """
-    drawn = max(microbatches, ranks)
-    units = even_parts(range(drawn), drawn // ranks)
+    made_for = max(microbatches, ranks)
+    units = even_parts(range(made_for), made_for // ranks)
     placement = Placement.v(ranks, stages // ranks)
     rows = []
     for rank in range(ranks):
         chunks = placement.stages_of(rank)
         legs: list[Leg] = [(chunk, "F", units) for chunk in chunks]
         legs.extend((chunk, "B", units) for chunk in reversed(chunks))
-        count = len(chunks) * drawn
+        count = len(chunks) * made_for
         rows.append(two_streams(ranks - rank, count, stream(legs[::2]), stream(legs[1::2])))
-    kept = keep_microbatches(rows, drawn, range(microbatches))
+    kept = keep_microbatches(rows, made_for, range(microbatches))
     return Schedule(kept, placement, microbatches, "Hanayo")

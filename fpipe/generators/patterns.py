@@ -66,7 +66,7 @@ def rows_of(rows: Sequence[tuple[str, Mapping[str, Tape]]]) -> Sequence[Row]:
     """
     if sum(len(pattern) for pattern, _ in rows) < LARGE:
         return [row_of(*row) for row in rows]
-    return import_module("fpipe.actions.columns").Columns.drawn(rows)
+    return import_module("fpipe.actions.columns").Columns.of_patterns(rows)
 
 
 def two_chunks(patterns: Sequence[str], microbatches: int) -> Sequence[Row]:
@@ -85,9 +85,9 @@ def two_chunks(patterns: Sequence[str], microbatches: int) -> Sequence[Row]:
 
 
 def keep_microbatches(
-    rows: Sequence[Row], drawn: int, microbatches: Sequence[int]
+    rows: Sequence[Row], made_for: int, microbatches: Sequence[int]
 ) -> Sequence[Row]:
-    """Rows for ``drawn`` microbatches without all but these, which are numbered from 0 again.
+    """Rows for ``made_for`` microbatches without all but these, which are numbered from 0 again.
 
     A schedule for many microbatches becomes one for few. It stays valid, because microbatches do
     not depend on each other. A fused action that loses parts keeps the others.
@@ -95,7 +95,7 @@ def keep_microbatches(
     >>> keep_microbatches([row_of("FFBB", tapes(0, 2))], 2, [1])
     [(0F0, 0B0)]
     """
-    if len(microbatches) == drawn:
+    if len(microbatches) == made_for:
         return rows
     number = {old: new for new, old in enumerate(microbatches)}
 

@@ -33,7 +33,7 @@ def two_directions(
     ranks: int,
     microbatches: int,
     row: Callable[[int, int, range, range], Row],
-    drawn: int,
+    made_for: int,
     *,
     keep_last: bool = False,
     remedy: str = "",
@@ -43,8 +43,9 @@ def two_directions(
     Half of the microbatches go up; of an odd number one more goes down. ``row(near, far, first,
     second)`` makes the row of a rank. ``near`` is its distance from the nearer end, ``far`` that
     from the other end. ``first`` are the microbatches that enter at the nearer end, ``second`` the
-    others. Rows are made for ``drawn`` microbatches of each direction at least; then the first of
-    each direction are kept, or the last. ``remedy`` is another remedy for an odd number of ranks.
+    others. Rows are made for ``made_for`` microbatches of each direction at least; then the first
+    of each direction are kept, or the last. ``remedy`` is another remedy for an odd number of
+    ranks.
 
     >>> two_directions("DualPipe", 1, 1, lambda near, far, first, second: (), 0)
     Schedule(DualPipe, ranks=1, microbatches=1, stages=1)
@@ -59,9 +60,9 @@ def two_directions(
         )
     going_up = microbatches // 2
     going_down = microbatches - going_up
-    last_down = max(going_down, drawn)
+    last_down = max(going_down, made_for)
     down = range(last_down)
-    up = range(last_down, last_down + max(going_up, drawn))
+    up = range(last_down, last_down + max(going_up, made_for))
     half = range(ranks // 2)
     upper = [row(near, ranks - 1 - near, down, up) for near in half]
     lower = [row(near, ranks - 1 - near, up, down) for near in half]
@@ -94,11 +95,11 @@ def one_chunk_a_rank(
     path = tuple(stage // chunks for stage in range(stages))
     if chunks > 1:
         patterns = ["".join(letter * chunks for letter in pattern) for pattern in patterns]
-    drawn = [
+    pairs = [
         (pattern, _tapes(rank, chunks, microbatches, slices))
         for rank, pattern in enumerate(patterns)
     ]
-    rows = rows_of(drawn) if slices == 1 else [row_of(*row) for row in drawn]
+    rows = rows_of(pairs) if slices == 1 else [row_of(*row) for row in pairs]
     return Schedule(rows, Placement((path,), len(patterns)), microbatches, name, slices=slices)
 
 

@@ -46,7 +46,7 @@ Name: TypeAlias = Literal[
 ]
 #: A schedule, a name, the path of a CSV file, or a function from ranks and microbatches to a
 #: schedule.
-Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
+ScheduleSource: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 
 def read_schedule(path: str | PathLike[str], track: Track = iter) -> Schedule:

@@ -27,9 +27,9 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
     >>> print(make_zbv(1, 2, 2))
     [0F0, 1F0, 1I0, 1W0, 0F1, 0I0, 0W0, 1F1, 1I1, 1W1, 0I1, 0W1]
     """
-    drawn = max(2 * ranks - 1, microbatches)
-    rows = two_chunks([_pattern(ranks, rank, drawn) for rank in range(ranks)], drawn)
-    kept = keep_microbatches(rows, drawn, range(microbatches))
+    made_for = max(2 * ranks - 1, microbatches)
+    rows = two_chunks([_pattern(ranks, rank, made_for) for rank in range(ranks)], made_for)
+    kept = keep_microbatches(rows, made_for, range(microbatches))
     return Schedule(kept, Placement.v(ranks), microbatches, "ZBVZeroBubble")
 
 

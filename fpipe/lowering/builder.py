@@ -18,14 +18,14 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..actions import product
-from ..actions.action import Action, plain
+from ..actions.action import Action, unfused
 from ..actions.dependencies import uncollected
+from ..actions.product import load_pass
 from ..programs.program import Program, Programs
 from ..tree import Aval, contiguous, sum_dtype
 from .instruction import Instruction
 from .instructions import Add, Run
-from .job import LoweringInput, ProgramSet
+from .job import Job, ProgramSet
 from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value
 from .messages import Messages, Routes
 from .plan import Plan, Use
@@ -36,7 +36,7 @@ from .wired import WiredMessages
 PASSED = BatchLeaf, OutputCotangent
 
 
-def lower(job: LoweringInput, rank: int) -> Plan:
+def lower(job: Job, rank: int) -> Plan:
     """The plan of one rank."""
     with uncollected():
         builder = Builder(job, rank)
@@ -60,7 +60,7 @@ class _Running(NamedTuple):
     op: Run  # keeps the program alive, so that no other program gets its id
     #: What it reads, each with the offset of its microbatch; None: it belongs to the whole call.
     reads: tuple[tuple[Key, int | None], ...]
-    fetched: tuple[int, ...]  # places of reads that other ranks may compute
+    fetched: tuple[int, ...]  # indices of the reads that other ranks may compute
     writes: tuple[Value, ...]
 
 
@@ -80,7 +80,7 @@ class Builder:
     which a value was added. ``state`` has the keys of each stage's current state.
     """
 
-    def __init__(self, job: LoweringInput, rank: int):
+    def __init__(self, job: Job, rank: int):
         self.job = job
         self.rank = rank
         self.present: set[Key] = set()
@@ -105,7 +105,7 @@ class Builder:
         split = 0
         boundary = -1  # the place of the first backward, where the job has phases
         if self.job.phased:
-            boundary = len(list(takewhile(lambda action: action.op == "F", plain(row))))
+            boundary = len(list(takewhile(lambda action: action.op == "F", unfused(row))))
         place = 0
         self._append(self.messages.begin())
         for position, action in enumerate(row):
@@ -182,7 +182,7 @@ class Builder:
             interface = graph.interfaces[stage]
             beyond = leaf - len(interface.dxs if role == "x" else interface.ys)
             if beyond >= 0:
-                return product.feature("slices").carried(self, role, stage, mb, beyond)
+                return load_pass("slices").carried(self, role, stage, mb, beyond)
         return (graph.source(programs, stage, name), mb)
 
     # ---- actions ----
@@ -216,12 +216,12 @@ class Builder:
         Values are sent after the piece that computes them. A part ends after its last piece.
         """
         sends = [(part, sending) for part in parts for sending in self._sendings_of(part)]
-        last = {index: place for place, (index, *_) in enumerate(pieces, 1)}  # piece of each part
+        last = {index: number for number, (index, *_) in enumerate(pieces, 1)}  # piece of each part
         sends = sends and self._send(sends)  # what waits for no program: values of the caller
-        for place, (index, part, programs, stage, program) in enumerate(pieces, 1):
+        for number, (index, part, programs, stage, program) in enumerate(pieces, 1):
             self.run(part, programs, program, stage)
             sends = sends and self._send(sends)
-            if place == last[index]:
+            if number == last[index]:
                 self._end(part)
         assert not sends
         for index, part in enumerate(parts):
@@ -289,8 +289,8 @@ class Builder:
         reads = tuple(
             [key if offset is None else (key[0], mb + offset) for key, offset in relative]
         )
-        self.fetch([reads[place] for place in fetched])
-        if program.traced or program.outputs or programs.eager:
+        self.fetch([reads[index] for index in fetched])
+        if program.traced_operations or program.outputs or programs.eager:
             writes = tuple([(value, mb) for value in values])
             self.present.update(writes)
             self.out.append(Instruction(op, action, reads, writes))
@@ -305,13 +305,13 @@ class Builder:
             return cached
         relative: list[tuple[Key, int | None]] = []
         fetched = []
-        for place, name in enumerate(program.inputs):
+        for index, name in enumerate(program.inputs):
             key = self.key(programs, stage, mb, name)
             source, of = key
             relative.append((key, None if of is None else of - mb))
             elsewhere = isinstance(source, Value) and source.stage != stage
             if elsewhere or isinstance(source, PASSED):
-                fetched.append(place)
+                fetched.append(index)
         values = tuple(Value(stage, name) for name in program.outputs)
         op = Run(program, stage, programs)
         running = self._running[memo] = _Running(op, tuple(relative), tuple(fetched), values)
@@ -386,7 +386,7 @@ def sum_of(aval: Aval, accumulate: torch.dtype | None) -> Aval:
 
 # ---- slots ----
 def assign(
-    job: LoweringInput, rank: int, keyed: Sequence[Instruction], split: int, wanted: Sequence[Key]
+    job: Job, rank: int, keyed: Sequence[Instruction], split: int, wanted: Sequence[Key]
 ) -> Plan:
     """The plan of a rank: slots in place of the keys of its instructions.
 
@@ -408,7 +408,7 @@ def assign(
                     slots[key] = size
                     size += 1
         writes = tuple([slots.get(key, -1) for key in ins.writes])
-        frees = tuple([slots.pop(ins.reads[place]) for place in ends])
+        frees = tuple([slots.pop(ins.reads[index]) for index in ends])
         spare += frees
         instructions.append(Instruction(ins.op, ins.action, reads, writes, frees))
     results = {key: slots[key] for key in wanted if key in slots}
@@ -443,10 +443,10 @@ def _uses(
         elif ins.op.renews:
             later.difference_update(ins.writes)
         ends = []
-        for place, key in enumerate(ins.reads):
+        for index, key in enumerate(ins.reads):
             if key not in later:  # this read is the last
                 later.add(key)
-                ends.append(place)
+                ends.append(index)
         yield Use(tuple(ends), needed)
 
 

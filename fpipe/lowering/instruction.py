@@ -55,7 +55,7 @@ class Instruction(NamedTuple):
     ``frees`` are the slots that are empty afterwards. A value written to slot -1 is not kept.
     """
 
-    op: Op
+    op: Opcode
     action: Action | None = None
     reads: tuple[Any, ...] = ()
     writes: tuple[Any, ...] = ()
@@ -94,7 +94,7 @@ class Machine:
     first: int = 0  # the number of the first microbatch among those of all copies
 
 
-class Op:
+class Opcode:
     """What an instruction does. By default it holds no memory."""
 
     __slots__ = ()
@@ -111,7 +111,7 @@ class Op:
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
         """Record in the account what it holds; returns the bytes that are held while it runs.
 
-        ``ins`` is over keys. ``ends`` are the places of the reads that end.
+        ``ins`` is over keys. ``ends`` are the indices of the reads that end.
         """
         return account.live
 

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..collectives.group import Work
 from ..programs.program import Program, Programs
 from ..tree import Aval, Spec, sum_dtype
-from .instruction import Instruction, Machine, Op, Registers, StepFn
+from .instruction import Instruction, Machine, Opcode, Registers, StepFn
 from .memory import MemoryAccount
 
 #: Adds each tensor of the second list into that of the first.
@@ -34,7 +34,7 @@ def nothing(r: Registers) -> None:
 
 # ---- programs ----
 @dataclass(frozen=True, slots=True)
-class Run(Op):
+class Run(Opcode):
     """F, B, I, W: run a program."""
 
     program: Program
@@ -56,11 +56,11 @@ class Run(Op):
         run = self.program.run
         source = _PROGRAM
         if self.program.collective:
-            run = feature("weaving.waits").bounded(self.program, self.owner)
+            run = load_pass("weaving.waits").bounded(self.program, self.owner)
         if machine.check is not None:
-            run = feature("debugging").checked(run, machine.check, ins)
+            run = load_pass("debugging").checked(run, machine.check, ins)
         if self.program.random:
-            run = feature("drawing").drawing(self, run, ins, machine)
+            run = load_pass("drawing").drawing(self, run, ins, machine)
             source = _DRAWING
         note = machine.group.notes(machine.rank)
         text = " ".join(filter(None, [str(ins.action), self.program.label]))
@@ -69,7 +69,7 @@ class Run(Op):
 
 # ---- messages ----
 @dataclass(frozen=True, slots=True)
-class Send(Op):
+class Send(Opcode):
     """Send values to another rank."""
 
     peer: int
@@ -91,7 +91,7 @@ class Send(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Recv(Op):
+class Recv(Opcode):
     """Post the receive of a message of another rank."""
 
     peer: int
@@ -157,7 +157,7 @@ class Wait(Recv):
 
 # ---- gradients ----
 @dataclass(frozen=True, slots=True)
-class Add(Op):
+class Add(Opcode):
     """Add values to gradients.
 
     ``how`` says of each value: "add" it into the gradient, or "take" or "copy" it as the first.

@@ -41,15 +41,15 @@ class Scalar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoweringInput:
+class Job:
     """A schedule, the programs of its actions, and how they are lowered.
 
-    ``kinds[kind_of[m]]`` describes microbatch ``m``. Without ``training`` the schedule has forwards
-    alone.
+    ``program_sets[kind_of[m]]`` describes microbatch ``m``. Without ``training`` the schedule has
+    forwards alone.
     """
 
     schedule: Schedule
-    kinds: tuple[ProgramSet, ...]
+    program_sets: tuple[ProgramSet, ...]
     kind_of: tuple[int, ...]
     training: bool = True
     accumulate: torch.dtype | None = None  # in which gradients are accumulated, if it is another
@@ -67,7 +67,7 @@ class LoweringInput:
 
     def kind(self, mb: int) -> ProgramSet:
         """The programs of a microbatch."""
-        return self.kinds[self.kind_of[mb]]
+        return self.program_sets[self.kind_of[mb]]
 
     @property
     def interleaved(self) -> bool:
@@ -81,7 +81,7 @@ class LoweringInput:
 
     def scalars(self, rank: int) -> list[Scalar]:
         """The losses and auxiliary losses that a rank computes. Keys of auxiliary losses are right
-        only if ``kinds`` has the programs of that rank.
+        only if ``program_sets`` has the programs of that rank.
         """
         return [scalar for owner, scalar in self._scalars() if owner == rank]
 

@@ -32,7 +32,7 @@ class MemoryAccount:
         self._users: dict[Hashable, int] = {}  # of storages: how many values are in them
         self._sent: dict[int, list[list[Hashable]]] = {}  # by peer: values of unsettled messages
         self._excess: dict[tuple[Program, tuple[int, ...]], int] = {}
-        self._outputs: dict[Program, list[tuple[int, Held]]] = {}  # those in memory, by place
+        self._outputs: dict[Program, list[tuple[int, Held]]] = {}  # those in memory, by index
 
     def begin(self, key: Hashable, storage: Hashable, nbytes: int) -> None:
         """Hold a value in a storage, which may be held already."""
@@ -89,21 +89,21 @@ class MemoryAccount:
     ) -> int:
         """Run a program: returns the bytes held meanwhile, and holds its outputs afterwards.
 
-        ``ends`` are the places of the reads that end.
+        ``ends`` are the indices of the reads that end.
         """
         freed = self._freed(reads, ends)
         excess = self._excess.get((program, freed))
         if excess is None:
             sizes = {
-                program.inputs[place]: self._sizes[self.storages[reads[place]]] for place in freed
+                program.inputs[index]: self._sizes[self.storages[reads[index]]] for index in freed
             }
             excess = self._excess[program, freed] = _excess(programs, program, sizes)
         during = self.live + excess
         if program not in self._outputs:
             memory = [programs.memory.get(name) for name in program.outputs]
             self._outputs[program] = [(n, held) for n, held in enumerate(memory) if held]
-        for place, held in self._outputs[program]:
-            key = writes[place]
+        for index, held in self._outputs[program]:
+            key = writes[index]
             if not held.given:
                 source, mb = key
                 self.begin(key, (source[0], mb, held.root), held.nbytes)
@@ -113,13 +113,13 @@ class MemoryAccount:
         return during
 
     def _freed(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
-        """The places of the reads whose storage ends: all values in it do."""
+        """The indices of the reads whose storage ends: all values in it do."""
         freed = []
-        storages = [self.storages.get(reads[place]) for place in ends]
-        for place, storage in zip(ends, storages, strict=True):
+        storages = [self.storages.get(reads[index]) for index in ends]
+        for index, storage in zip(ends, storages, strict=True):
             users = self._users.get(storage)
             if users == 1 or users == storages.count(storage):
-                freed.append(place)
+                freed.append(index)
         return tuple(freed)
 
 
@@ -131,10 +131,10 @@ def _excess(programs: Programs, program: Program, freed: Mapping[str, int]) -> i
     if programs.eager:
         return programs.during.get(program.name[:1], 0)
     memory = programs.memory
-    readers = users(program.traced)
+    readers = users(program.traced_operations)
     roots = {name: held.root for name, held in memory.items()}
     last: dict[str, int] = {}  # by storage: the last operation that uses it
-    for index, one in enumerate(program.traced):
+    for index, one in enumerate(program.traced_operations):
         for name in (one.name, *one.inputs):
             last[roots.get(name, name)] = index
     kept = {roots.get(name, name) for name in program.outputs}
@@ -146,10 +146,10 @@ def _excess(programs: Programs, program: Program, freed: Mapping[str, int]) -> i
     for root in inputs.keys() - kept:
         ends[last.get(root, -1)] += inputs[root]
 
-    to_begin = {one.name for one in program.traced}
+    to_begin = {one.name for one in program.traced_operations}
     now = -ends[-1]
     peak = 0
-    for index, one in enumerate(program.traced):
+    for index, one in enumerate(program.traced_operations):
         items, unused = _items(one, readers.get(one.name, ()))
         for name in (one.name, *items):
             root = roots.get(name)
@@ -170,7 +170,7 @@ def _excess(programs: Programs, program: Program, freed: Mapping[str, int]) -> i
 
 
 def _items(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], list[int]]:
-    """Of an operation that returns a tuple: the names of its items, and the places of unused
+    """Of an operation that returns a tuple: the names of its items, and the indices of unused
     ones.
     """
     if not isinstance(one.value, tuple) or isinstance(one.value, Aval):

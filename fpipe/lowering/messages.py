@@ -18,7 +18,7 @@ from ..actions.action_kinds import KINDS
 from ..tree import Spec
 from .instruction import Instruction
 from .instructions import Recv, Send, Wait
-from .job import LoweringInput
+from .job import Job
 from .keys import Key
 from .value_graph import Out
 
@@ -55,7 +55,7 @@ class Channel:
 class Messages:
     """Yields the instructions RECV, WAIT and SEND of a rank, in the order in which they run."""
 
-    def __init__(self, job: LoweringInput, rank: int):
+    def __init__(self, job: Job, rank: int):
         self.job = job
         self.rank = rank
         self.placement = job.schedule.placement
@@ -80,7 +80,7 @@ class Messages:
         routes = {}
         for kind, index in {(job.kind_of[mb], self.placement.path_index(mb)) for mb in units}:
             path = self.placement.paths[index]
-            for (fact, stage), outs in job.kinds[kind].graph.leaving.items():
+            for (fact, stage), outs in job.program_sets[kind].graph.leaving.items():
                 if fact == "F" or job.training:
                     routes[stage, fact, kind, index] = _by_rank(outs, stage, path)
         return routes
@@ -207,7 +207,7 @@ def _by_rank(outs: Iterable[Out], stage: int, path: Sequence[int]) -> Routes:
     return list(routes.items())
 
 
-def places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
+def places(job: Job, rank: int) -> Iterator[tuple[Action, int, int]]:
     """The actions of a row, each with the first place at which it may send, and the last at which
     it may read.
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from ..actions.action import Action, AnyAction, Row
-from ..actions.product import product
+from ..actions.product import load_product
 from .instruction import Instruction
 from .keys import Key
 from .memory import MemoryAccount
@@ -23,7 +23,7 @@ from .memory import MemoryAccount
 class Use(NamedTuple):
     """Which values an instruction over keys reads for the last time, and which writes are read."""
 
-    last_reads: tuple[int, ...]  # places in ``reads``
+    last_reads: tuple[int, ...]  # indices in ``reads``
     kept_writes: tuple[bool, ...]  # for each write, whether it is read later
 
 
@@ -108,7 +108,7 @@ class Plan:
     #: in the order in which they run.
     steps_in_order: ClassVar[Any] = None
 
-    def carried(self) -> tuple[int, ...]:
+    def kept_for_backward(self) -> tuple[int, ...]:
         """The slots that are filled before ``split`` and read after it."""
         read: dict[int, None] = {}
         written: set[int] = set()
@@ -119,7 +119,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return product("pictures").folded(str(self))
+        return load_product("pictures").folded(str(self))
 
     def __str__(self) -> str:
         head = (
@@ -144,7 +144,7 @@ def _curve(keyed: Sequence[Instruction], uses: Sequence[Use], wired: bool) -> tu
         for key, later in zip(ins.writes, needed, strict=True):
             if not later:
                 account.end(key)
-        for place in ends:
-            account.end(ins.reads[place])
+        for index in ends:
+            account.end(ins.reads[index])
         held.append(max(during, account.live))
     return tuple(held)

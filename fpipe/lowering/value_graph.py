@@ -257,7 +257,7 @@ class ValueGraph:
         interface = self.interfaces[above]
         if interface.reads_x[leaf]:
             yield above
-        for output in _copies(interface.ys, leaf):
+        for output in _passed_on(interface.ys, leaf):
             yield from self._readers(above, output)
 
     def _backward(self, stage: int) -> Iterator[Out]:
@@ -275,11 +275,11 @@ class ValueGraph:
         interface = self.interfaces[stage]
         if interface.reads_dy[leaf]:
             yield stage
-        for source in _copies(interface.dxs, leaf):
+        for source in _passed_on(interface.dxs, leaf):
             yield from self._gradient_readers(stage - 1, source)
 
 
-def _copies(leaves: Sequence[Leaf], index: int) -> list[int]:
+def _passed_on(leaves: Sequence[Leaf], index: int) -> list[int]:
     """The places of the leaves that are input ``index``, passed on."""
     return [place for place, leaf in enumerate(leaves) if leaf == index]
 

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..actions.action import Rows, plain
+from ..actions.action import Rows, unfused
 from ..actions.check import inspect_rows
 from ..actions.costs import Costs
 from ..actions.simulation import simulate_rows
-from .instruction import Instruction, Machine, Op, Registers, StepFn
-from .job import LoweringInput
+from .instruction import Instruction, Machine, Opcode, Registers, StepFn
+from .job import Job
 from .memory import MemoryAccount
 from .messages import Channel, Messages, places, post
 from .value_graph import Out
@@ -29,7 +29,7 @@ _UNSETTLED = 2
 class WiredMessages(Messages):
     """Yields the instruction SETTLE, too, and follows the common order of ranks if it must."""
 
-    def __init__(self, job: LoweringInput, rank: int):
+    def __init__(self, job: Job, rank: int):
         super().__init__(job, rank)
         #: So many places before that of a message its sender may have left actions out.
         self.lag = 0
@@ -67,7 +67,7 @@ class WiredMessages(Messages):
         message that is not over can always be exchanged: there is no deadlock.
         """
         schedule = self.job.schedule
-        rows = tuple(tuple(plain(row)) for row in schedule)
+        rows = tuple(tuple(unfused(row)) for row in schedule)
         simulated = Rows(rows, schedule.placement, schedule.units, schedule.slices)
         line = simulate_rows(inspect_rows(simulated), Costs())
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
@@ -132,7 +132,7 @@ class WiredMessages(Messages):
 
 
 @dataclass(frozen=True, slots=True)
-class Settle(Op):
+class Settle(Opcode):
     """SETTLE: release the oldest sends to a rank, which has received them."""
 
     peer: int

@@ -92,8 +92,8 @@ def backward_weight(programs: Programs, kept: Carried) -> Tree:
 
 def _check(name: str, given: AbstractTree, traced: AbstractTree) -> None:
     """Raise StageError unless an argument is like the one that was traced, strides aside."""
-    if given.spec != traced.spec:
-        raise _other(name, given.spec, traced.spec)
+    if given.structure != traced.structure:
+        raise _other(name, given.structure, traced.structure)
     for one, other in zip(given.leaves, traced.leaves, strict=True):
         _check_leaf(name, one, other)
 

@@ -94,7 +94,7 @@ def _divided(
         program,
         inputs=tuple(name for name in program.inputs if name in read),
         outputs=tuple(name for name in dict.fromkeys(wanted) if name in computed),
-        traced=tuple(operations),
+        traced_operations=tuple(operations),
         resized=None,
     )
     return replace(first, run=_compiled(first, backend)), [*reversed(last.values())]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..actions.action import Action
-from ..engine.outputs import Outputs
+from ..engine.outputs import RunResults
 from ..engine.prepare import Prepared
 from ..errors import StageError
 from ..lowering.builder import Builder, outputs_of
-from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
+from ..lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
 from ..lowering.keys import Key
 from ..lowering.plan import Feature
 from ..programs.tensor_state import versions
@@ -62,7 +62,7 @@ class _OnRank(Feature):
 
 
 @dataclass(frozen=True, slots=True)
-class PassOn(Op):
+class PassOn(Opcode):
     """EACH: pass what is read to the caller's function."""
 
     kind = "EACH"
@@ -87,7 +87,7 @@ class PassOn(Op):
 
 
 # ---- the caller's function ----
-def caller(results: Outputs) -> Callable[[int, list[Any]], None]:
+def caller(results: RunResults) -> Callable[[int, list[Any]], None]:
     """What EACH calls: it passes a microbatch's output, and what the loss returned, to the
     function of the caller, whose result is entered into ``results``. No reference is kept.
     """
@@ -122,7 +122,7 @@ def _arguments(prepared: Prepared, mb: int, values: Sequence[Any]) -> tuple[Any,
     return y, loss.outputs.y.fill(rest)
 
 
-def in_order(results: Outputs) -> list[Any] | None:
+def in_order(results: RunResults) -> list[Any] | None:
     """What ``each`` returned, in microbatch order, where it was called; with outputs="everywhere",
     on every rank.
     """
@@ -132,5 +132,5 @@ def in_order(results: Outputs) -> list[Any] | None:
         parts = config.group.gather_objects(returned)
         returned = {mb: value for part in parts for mb, value in part.items()}
     if returned:
-        return [returned.get(mb) for mb in range(results.number)]
+        return [returned.get(mb) for mb in range(results.units)]
     return None

@@ -269,7 +269,7 @@ def check_gradient(stage: Stage, made: Programs, x: AbstractTree, request: Reque
     """
     if request.mode == "forward" or made.outputs.unused:
         return
-    if made.outputs.y.spec == _NOTHING:
+    if made.outputs.y.structure == _NOTHING:
         raise StageError(
             f"stage {stage.label} returned None; return its output: is a return missing?"
         )
@@ -292,7 +292,7 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
     text = text.replace("FakeTensor", "Tensor")
     params, x = trees[:2]
     if index is None:
-        nothing = x.spec.num_children and x.spec.children()[0] == _NOTHING
+        nothing = x.structure.num_children and x.structure.children()[0] == _NOTHING
         hint = " (the last stage returned None: is a return missing?)" if nothing else ""
         if "depends on data" in text:
             hint += " A loss returns a tensor: leave out item() and float()"
@@ -307,7 +307,7 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
             "parameters are tensors; pass dict(module.named_parameters()), and call the module "
             "with torch.func.functional_call(module, p, x), or use fpipe.from_module"
         )
-    if x.spec == _NOTHING and index:
+    if x.structure == _NOTHING and index:
         text += f" (stage {index - 1} returned None: is a return missing?)"
     if "required keyword-only argument" in text:
         text += "; pass side inputs to the call by their names, as in mask=mask"
@@ -319,14 +319,14 @@ def located(text: str, trees: Sequence[AbstractTree], index: int | None) -> str:
         text += " A stage must not write into its parameters: compute a new tensor, as p * 2"
     hints = (
         ["its parameters are None: give params one entry per stage"]
-        if params.spec == _NOTHING
+        if params.structure == _NOTHING
         else []
     )
     if index:
         hints.append(f"its input is what stage {index - 1} returns")
-    elif x.spec.type in (list, tuple):
+    elif x.structure.type in (list, tuple):
         hints.append(
-            f"its input is a {x.spec.type.__name__}: a list of microbatches is passed as "
+            f"its input is a {x.structure.type.__name__}: a list of microbatches is passed as "
             "fpipe.Microbatches([...]), and targets behind x"
         )
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")

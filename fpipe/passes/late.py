@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import tree
 from ..actions.action import Action
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..collectives.group import Group, Pending
 from ..devices import wide
 from ..engine import side_inputs
@@ -34,7 +34,7 @@ from ..engine.parts import Parts, Weights
 from ..engine.request import Request
 from ..errors import BatchError
 from ..lowering.builder import Builder, input_gradients_of
-from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
+from ..lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
 from ..lowering.keys import BatchLeaf, Grad, Key, ReducedGrad, Seed, Side, Target
 from ..lowering.plan import Feature
 from ..tree import AbstractTree, Tree
@@ -178,9 +178,9 @@ class LateCall(Call):
                 "weights= are those of fpipe.weighted, and the reduction of the pipeline is "
                 f"{self.config.reduction!r}; leave them out, or say pipeline(reduction=)"
             )
-        if len(self._known) != self.number:
+        if len(self._known) != self.units:
             raise BatchError(
-                f"weights= has {len(self._known)} numbers for {self.number} losses; give one for "
+                f"weights= has {len(self._known)} numbers for {self.units} losses; give one for "
                 "each microbatch, and with slices= one for each slice"
             )
 
@@ -188,7 +188,7 @@ class LateCall(Call):
         """The weights of losses; those that are not known yet are entered at TAKEN."""
         if self._known is not None and self.config.loss is not None:
             counts = [torch.tensor(one, dtype=torch.float64, device="cpu") for one in self._known]
-            shares = feature("weighting").shares(counts, self.config.copies)
+            shares = load_pass("weighting").shares(counts, self.config.copies)
             return Weights(None, shares, self.loss_scale)
         if not self._weighed:
             return super().weights()
@@ -259,7 +259,7 @@ def row(progress: Progress, part: Parts, unit: int) -> Sequence[Tree]:
     leaves = tree.leaves(value)
     if part.slices == 1:
         return leaves
-    return feature("slicing").sliced(leaves, part.slices)[place]
+    return load_pass("slicing").sliced(leaves, part.slices)[place]
 
 
 def _texts(*trees: AbstractTree) -> list[str]:
@@ -267,7 +267,7 @@ def _texts(*trees: AbstractTree) -> list[str]:
     texts = [str(one) for one in trees]
     if len(set(texts)) == len(texts):
         return texts
-    return [f"{one.spec} with {[tuple(aval) for aval in one.avals.values()]}" for one in trees]
+    return [f"{one.structure} with {[tuple(aval) for aval in one.avals.values()]}" for one in trees]
 
 
 def _count(progress: Progress, unit: int) -> float:
@@ -278,12 +278,12 @@ def _count(progress: Progress, unit: int) -> float:
     sides = side_inputs.of_stage(reduction.sides, call.sides)
 
     def whole(part: Parts) -> Tree:
-        return tree.unflatten(part.specs[unit], row(progress, part, unit))
+        return tree.unflatten(part.structures[unit], row(progress, part, unit))
 
     targets = [whole(target) for target in call.targets]
     try:
         side = {name: whole(part) for name, part in sides.items()}
-        return float(feature("weighting").count(reduction, unit, targets, side))
+        return float(load_pass("weighting").count(reduction, unit, targets, side))
     except BatchError as error:
         progress.errors.append(error)
         return 1.0
@@ -377,7 +377,7 @@ class _OnRank(Feature):
 
 
 @dataclass(frozen=True, slots=True)
-class Take(Op):
+class Take(Opcode):
     """TAKE: take microbatches from the iterators of the caller.
 
     ``dtype``: that of the cotangent of the loss, whose weight depends on what is taken.
@@ -433,7 +433,7 @@ class Take(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken(Op):
+class Taken(Opcode):
     """TAKEN: raise on all ranks if an iterator failed on one.
 
     With ``after``, gradients were computed with weights that are parts of a guess of their sum, and
@@ -453,7 +453,7 @@ class Taken(Op):
             # Gradients of a stage are complete once all weights were counted, also in one process.
             factor = 1.0
             if counts:  # the weights of all losses
-                total = feature("weighting").total_of(counts, progress.call.config.copies)
+                total = load_pass("weighting").total_of(counts, progress.call.config.copies)
                 weights = [count / total for count in counts]
                 device = machine.device
                 progress.weights[:] = [weight.to(device, wide(device)) for weight in weights]
@@ -470,7 +470,7 @@ def _compared(progress: Progress, machine: Machine, after: bool) -> list[Tensor]
     group = machine.group
     copies = call.config.copies
     device = machine.device
-    counts = [progress.counts.get(unit, 0.0) for unit in range(call.number if after else 0)]
+    counts = [progress.counts.get(unit, 0.0) for unit in range(call.units if after else 0)]
     mine = torch.tensor([bool(progress.errors), *counts], dtype=torch.float64, device="cpu")
     failed, *counts = group.all_reduce(mine.to(device, wide(device))).to("cpu", torch.float64)
     groups = [group]
@@ -502,7 +502,7 @@ def _failure(progress: Progress, groups: Sequence[Group]) -> BatchError:
 
 def _base(call: Call, first: float) -> float:
     """A guess of the sum of all weights: all are like that of the first unit of each copy."""
-    base = torch.tensor(call.number * (first or 1.0), dtype=torch.float64, device="cpu")
+    base = torch.tensor(call.units * (first or 1.0), dtype=torch.float64, device="cpu")
     copies = call.config.copies
     if copies is not None and not copies.mean:
         base = copies.total(base)

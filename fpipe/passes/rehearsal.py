@@ -20,7 +20,7 @@ from ..collectives.local import LocalGroup
 from ..engine.arguments import Call
 from ..engine.copies import Copies
 from ..engine.pipeline import Pipeline
-from ..engine.prepare import lowering_inputs, trace_stages
+from ..engine.prepare import lowering_jobs, trace_stages
 from ..lowering.builder import lower
 from ..lowering.instructions import Recv, Send
 from ..lowering.plan import Plan
@@ -76,12 +76,12 @@ def rehearse(
     request = Call.of(config, "grad", params, x, targets, {}).request(shares)
     plans: dict[int, Plan] = {}
     with measured() as spent:
-        traced = trace_stages(config, request, note)
+        kinds = trace_stages(config, request, note)
         with timed("lowering"):
-            sources = lowering_inputs(config, request, traced, ranks, distributed=True)
-            for rank, source in sources.items():
+            jobs = lowering_jobs(config, request, kinds, ranks, distributed=True)
+            for rank, job in jobs.items():
                 note(f"the plan of rank {rank}")
-                plans[rank] = lower(source, rank)
+                plans[rank] = lower(job, rank)
     stages_of = request.schedule.placement.stages_of
     rehearsed = {}
     for rank, plan in plans.items():

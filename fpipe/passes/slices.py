@@ -149,13 +149,13 @@ def with_carry(x: AbstractTree, carry: AbstractTree) -> AbstractTree:
     count = len(x.leaves)
     repeats = (*x.repeats, *((leaf + count, first + count) for leaf, first in carry.repeats))
     return AbstractTree(
-        tree.tuple_structure([x.spec, carry.spec]), x.leaves + carry.leaves, True, repeats
+        tree.tuple_structure([x.structure, carry.structure]), x.leaves + carry.leaves, True, repeats
     )
 
 
 def parted(output: AbstractTree) -> tuple[AbstractTree, AbstractTree]:
     """What a slice before the last one passes to the next stage, and its carry."""
-    y, carry = output.spec.children()
+    y, carry = output.structure.children()
     count = y.num_leaves
 
     def inside(low, high):
@@ -166,10 +166,10 @@ def parted(output: AbstractTree) -> tuple[AbstractTree, AbstractTree]:
         )
 
     return (
-        replace(output, spec=y, leaves=output.leaves[:count], repeats=inside(0, count)),
+        replace(output, structure=y, leaves=output.leaves[:count], repeats=inside(0, count)),
         replace(
             output,
-            spec=carry,
+            structure=carry,
             leaves=output.leaves[count:],
             repeats=inside(count, len(output.leaves)),
         ),

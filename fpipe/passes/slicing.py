@@ -53,10 +53,10 @@ def gradients(parts: Sequence[Tree], x: Parts) -> Sequence[Tree]:
         return parts
     gradients = []
     for first in range(0, len(parts), x.slices):
-        spec = x.specs[first]
-        rows = [spec.flatten_up_to(part) for part in parts[first : first + x.slices]]
+        structure = x.structures[first]
+        rows = [structure.flatten_up_to(part) for part in parts[first : first + x.slices]]
         columns = zip(*rows, strict=True)
-        gradients.append(tree.unflatten(spec, map(_whole, x.rows[first], columns)))
+        gradients.append(tree.unflatten(structure, map(_whole, x.rows[first], columns)))
     return gradients
 
 

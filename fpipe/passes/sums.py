@@ -39,7 +39,7 @@ import torch
 from ..actions.action import Action, AnyAction, Placement
 from ..actions.costs import Costs
 from ..lowering.builder import Builder, sum_of
-from ..lowering.instruction import Instruction, Machine, Op, Registers, StepFn
+from ..lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
 from ..lowering.instructions import Add, Recv, Send, Wait
 from ..lowering.keys import GradSum, Key, PartialGrad
 from ..lowering.memory import MemoryAccount
@@ -131,7 +131,7 @@ class _OnRank(Feature):
 
 
 @dataclass(frozen=True, slots=True)
-class Zero(Op):
+class Zero(Opcode):
     """ZERO: a gradient to which nothing was added."""
 
     spec: Spec
@@ -154,7 +154,7 @@ class Zero(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Sum(Op):
+class Sum(Opcode):
     """SUM: the sum of what is read, in order."""
 
     kind = "SUM"

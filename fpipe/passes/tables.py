@@ -24,8 +24,8 @@ from ..programs.internals import (
     Around,
     Fake,
     Kwargs,
-    Op,
     Steps,
+    TorchOp,
     fake_inputs,
     is_fake,
     quiet,
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
 class _Step(NamedTuple):
     """An operation to run again, with the places of the tensors that it returns."""
 
-    op: Op
+    op: TorchOp
     args: Args
     kwargs: Kwargs
     returns: tuple[int, ...]
@@ -134,7 +134,7 @@ def _use(stage: Stage, signature: Signature) -> str:
     """The line where a stage uses a tensor that an earlier run left behind."""
     mode = Fake()
 
-    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
+    def run(op: TorchOp, args: Args, kwargs: Kwargs) -> object:
         for tensor in tensors_in((*args, *kwargs.values())):
             if is_fake(tensor) and tensor.fake_mode is not mode:
                 raise _UsedError

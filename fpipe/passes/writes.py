@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from ..programs.internals import Op, mutates, operator_of
+from ..programs.internals import TorchOp, mutates, operator_of
 from ..programs.split import STORAGE, storage, value_of
 from .views import same
 
@@ -48,7 +48,7 @@ def without_writes(graph: fx.GraphModule, flat: Sequence[Tensor]) -> fx.GraphMod
         return make_fx(functional, _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
 
 
-def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
+def _replaced(node: fx.Node, op: TorchOp, places: Mapping[fx.Node, int]) -> bool:
     """Replace one write into a temporary that nothing else shows later on."""
     source = node.args[0] if node.args else None
     functional = without_write(op)
@@ -85,7 +85,7 @@ def _replaced(node: fx.Node, op: Op, places: Mapping[fx.Node, int]) -> bool:
     return True
 
 
-def without_write(op: Op) -> Op | None:
+def without_write(op: TorchOp) -> TorchOp | None:
     """The form of an operation that returns a new tensor instead of writing into its first
     argument, and no other.
 
@@ -99,7 +99,7 @@ def without_write(op: Op) -> Op | None:
     if writes != [0] or op.namespace != "aten" or not name.endswith("_"):
         return None
     functional = getattr(getattr(torch.ops.aten, name[:-1], None), op._overloadname, None)
-    if not isinstance(functional, Op) or mutates(functional):
+    if not isinstance(functional, TorchOp) or mutates(functional):
         return None
     # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
     if _types(functional) == _types(op):
@@ -107,12 +107,12 @@ def without_write(op: Op) -> Op | None:
     return None
 
 
-def _types(op: Op) -> list[tuple[str, str]]:
+def _types(op: TorchOp) -> list[tuple[str, str]]:
     """The names and types of an operation's arguments."""
     return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
 
 
-def _value(node: fx.Node, op: Op) -> Tensor | None:
+def _value(node: fx.Node, op: TorchOp) -> Tensor | None:
     """What the operation returns for the values of a node's arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
     mode = getattr(value_of(node), "fake_mode", None)

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import StageError
 from ..stage import Stage
 from .internals import exclusive, surroundings
@@ -30,19 +30,19 @@ from .tracing import traced
 #: How many traces of one function are cached; the oldest is dropped.
 MOST_TRACES = 512
 
-Key: TypeAlias = tuple[Hashable, ...]
+TraceKey: TypeAlias = tuple[Hashable, ...]
 
 
 class Occasion(Protocol):
     """The call of a pipeline for which a trace is taken."""
 
     @property
-    def pipeline(self) -> object:
+    def pipeline_id(self) -> object:
         """An object that all calls of one pipeline share."""
         ...
 
 
-class Traces(dict[Key, Programs]):
+class Traces(dict[TraceKey, Programs]):
     """The traces of one function, the oldest first.
 
     ``firsts`` and ``families`` are by signature without sizes. The first signature of a pipeline is
@@ -51,14 +51,14 @@ class Traces(dict[Key, Programs]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.firsts: dict[Key, tuple[Signature, Occasion | None]] = {}
-        self.families: dict[Key, Any] = {}
+        self.firsts: dict[TraceKey, tuple[Signature, Occasion | None]] = {}
+        self.families: dict[TraceKey, Any] = {}
 
 
 #: By identity of the function: two that are equal (``==``) may compute something else.
 _BY_FUNCTION: MutableMapping[object, Traces] = WeakIdKeyDictionary()
 #: Programs of other engines refer to their function, so they are cached as long as they are used.
-_UNTRACED: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
+_UNTRACED: WeakValueDictionary[TraceKey, Programs] = WeakValueDictionary()
 
 
 def programs_of(
@@ -75,7 +75,7 @@ def programs_of(
     """
     one_size = stage.dynamic is False  # never the trace for all sizes of another Stage of fn
     state = surroundings()
-    options: Key = (stage.aux_loss, stage.state, stage.compile, one_size, state, unused)
+    options: TraceKey = (stage.aux_loss, stage.state, stage.compile, one_size, state, unused)
     fn = stage.fn
     engine = None if stage.engine == "trace" else stage.engine
     stands_for = getattr(fn, "stands_for", None)
@@ -84,8 +84,8 @@ def programs_of(
         options = (*options, others)
     if engine:  # the programs keep both alive
         options = (*options, engine, id(fn), id(stage.like))
-    store: MutableMapping[Key, Programs] = _UNTRACED if engine else _traces_of(fn)
-    key: Key = (*options, signature)
+    store: MutableMapping[TraceKey, Programs] = _UNTRACED if engine else _traces_of(fn)
+    key: TraceKey = (*options, signature)
     try:
         programs = store.get(key)
     except TypeError as error:
@@ -103,7 +103,7 @@ def programs_of(
                 if len(store) > MOST_TRACES:
                     del store[next(iter(store))]
             else:
-                programs = feature(f"{engine}.programs").programs_of(stage, signature, unused)
+                programs = load_pass(f"{engine}.programs").programs_of(stage, signature, unused)
                 store[key] = programs
     return programs
 
@@ -113,7 +113,7 @@ def _trace(
     stage: Stage,
     signature: Signature,
     unused: frozenset[int],
-    options: Key,
+    options: TraceKey,
     occasion: Occasion | None,
 ) -> Programs:
     """Trace the programs for a new signature: for its sizes, or for all sizes."""
@@ -125,20 +125,20 @@ def _trace(
             first = store.firsts[key] = signature, occasion
         all_sizes = first[0] is not signature
     if all_sizes:
-        programs = feature("sizes.families").programs_of(
+        programs = load_pass("sizes.families").programs_of(
             store.families, key, first, stage, signature, unused, occasion
         )
     else:
         with timed("tracing"):
             programs = traced(stage, signature, unused)
-    return feature("compilers").compiled(programs, stage.compile) if stage.compile else programs
+    return load_pass("compilers").compiled(programs, stage.compile) if stage.compile else programs
 
 
 def _of_one_pipeline(first: Occasion | None, occasion: Occasion | None) -> bool:
     """Whether both may be calls of one pipeline. A function outlives pipelines, and another one may
     use it with other sizes.
     """
-    return first is None or occasion is None or first.pipeline is occasion.pipeline
+    return first is None or occasion is None or first.pipeline_id is occasion.pipeline_id
 
 
 def _traces_of(fn: Callable[..., object]) -> Traces:
@@ -146,7 +146,7 @@ def _traces_of(fn: Callable[..., object]) -> Traces:
     try:
         return _BY_FUNCTION.setdefault(fn, Traces())
     except TypeError:
-        identity = feature("identity")
+        identity = load_pass("identity")
         return identity.traces_of(identity.Same(fn))
 
 

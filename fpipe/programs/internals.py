@@ -24,21 +24,21 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import GroupError
 from ..tree import AbstractTree, Aval
 from .operations import Operation
 
 T = TypeVar("T")
-Op: TypeAlias = torch._ops.OpOverload
+TorchOp: TypeAlias = torch._ops.OpOverload
 #: The device types for which autocast is on, each with its dtype.
 Ambient: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 Args: TypeAlias = Sequence[object]
 Kwargs: TypeAlias = Mapping[str, object]
 #: Runs an operation on arguments and keyword arguments.
-Run: TypeAlias = Callable[[Op, Args, Kwargs], object]
+Run: TypeAlias = Callable[[TorchOp, Args, Kwargs], object]
 #: Operations that ran, with what they returned.
-Steps: TypeAlias = list[tuple[Op, Args, Kwargs, object]]
+Steps: TypeAlias = list[tuple[TorchOp, Args, Kwargs, object]]
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 #: What ``torch.tensor(...)`` runs. Its schema declares a view, but no other tensor has the memory.
@@ -49,9 +49,9 @@ RULES: dict[object, Callable[..., object]] = {}
 
 
 # ---- operations ----
-def operator_of(node: fx.Node | Operation) -> Op | None:
+def operator_of(node: fx.Node | Operation) -> TorchOp | None:
     """The torch operation that a node calls, if it is one."""
-    return node.target if isinstance(node.target, Op) else None
+    return node.target if isinstance(node.target, TorchOp) else None
 
 
 def draws(node: fx.Node | Operation) -> bool:
@@ -73,22 +73,22 @@ def is_collective(target: object) -> bool:
     return getattr(target, "namespace", "") == "_c10d_functional"
 
 
-def direct(op: Op) -> Callable[..., Any]:
+def direct(op: TorchOp) -> Callable[..., Any]:
     """The operation without checks of its overload."""
     return op._op
 
 
-def mutates(op: Op) -> bool:
+def mutates(op: TorchOp) -> bool:
     """Whether an operation writes into an argument, by its schema."""
     return op._schema.is_mutable
 
 
-def returns_views(op: Op) -> bool:
+def returns_views(op: TorchOp) -> bool:
     """Whether a result may share memory with an argument, by the schema."""
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
-def updates_statistics(op: Op, args: Args) -> bool:
+def updates_statistics(op: TorchOp, args: Args) -> bool:
     """Whether an operation is a batch norm that writes into running statistics, its arguments 3 and
     4.
 
@@ -97,7 +97,7 @@ def updates_statistics(op: Op, args: Args) -> bool:
     return op._opname in _NORMS and bool(args[5]) and args[3] is not None
 
 
-def written(op: Op, args: Args, kwargs: Kwargs) -> list[object]:
+def written(op: TorchOp, args: Args, kwargs: Kwargs) -> list[object]:
     """The arguments that an operation writes into.
 
     >>> written(torch.ops.aten.add_.Tensor, (7, 8), {})
@@ -241,7 +241,7 @@ class Fake(FakeTensorMode):
 
     def __init__(self, shape_env: ShapeEnv | None = None):
         if torch.version.cuda is not None and not torch.cuda.is_available():
-            feature("first_mode").enter_first()
+            load_pass("first_mode").enter_first()
         super().__init__(allow_non_fake_inputs=True, shape_env=shape_env)
         self._allow_unsafe_data_ptr_access = False  # numpy() would read missing memory
 
@@ -344,7 +344,7 @@ class Around(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: Args = (), kwargs: Any = None
     ) -> object:
-        if not isinstance(func, Op):  # torch.cond, for example
+        if not isinstance(func, TorchOp):  # torch.cond, for example
             return func(*args, **(kwargs or {}))
         return self.run(func, args, kwargs or {})
 
@@ -360,15 +360,15 @@ def pure_on_fakes(
     #: The storages of fake views of real tensors, by id; kept alive, so that no other gets the id.
     views: dict[int, torch.UntypedStorage] = {}
 
-    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
+    def run(op: TorchOp, args: Args, kwargs: Kwargs) -> object:
         for tensor in tensors_in(written(op, args, kwargs)):
             if _has_data(tensor) or (is_fake(tensor) and storage_id(tensor) in views):
-                raise feature("explain").captured_write_error(label, tensor)
+                raise load_pass("explain").captured_write_error(label, tensor)
         captured = [each for each in args if _has_data(each)]
         if torch.is_grad_enabled() and op is not torch.ops.aten.detach.default:
             for tensor in captured:
                 if tensor.requires_grad:
-                    raise getattr(feature("explain"), error)(label, tensor)
+                    raise getattr(load_pass("explain"), error)(label, tensor)
         result = op(*args, **kwargs)
         if captured and op is not _FRESH and returns_views(op) and is_fake(result):
             views[storage_id(result)] = result.untyped_storage()
@@ -395,9 +395,9 @@ def unseeded(label: str) -> Iterator[None]:
 
     def check() -> None:
         if stream.initial_seed() != expected or _device_seed() != device:
-            raise feature("explain").seed_error(label)
+            raise load_pass("explain").seed_error(label)
 
-    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
+    def run(op: TorchOp, args: Args, kwargs: Kwargs) -> object:
         nonlocal expected
         if torch.Tag.nondeterministic_seeded in op.tags and kwargs.get("generator") is None:
             check()

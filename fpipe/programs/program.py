@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..tree import Aval
 from .held import Held, HeldBytes
-from .internals import Op, direct, draws, is_collective, without_autocast
+from .internals import TorchOp, direct, draws, is_collective, without_autocast
 from .operations import Input, Operation, Ref, Role
 from .signature import Outputs, Signature
 
@@ -54,8 +54,8 @@ class Program:
     ``inputs`` and ``outputs`` are names of values, in the order of the box and of the returned
     tuple. ``code`` is the source that runs. ``random``: it draws random numbers. ``adds`` has, for
     a value, the inputs into which it is added as soon as it is computed. ``stage`` describes the
-    stage for messages. ``traced`` are its operations with the sizes of the trace; ``resized``
-    converts one of them to the sizes of this program.
+    stage for messages. ``traced_operations`` are the operations with the sizes of the trace;
+    ``resized`` converts one of them to the sizes of this program.
 
     A segment of a program has a ``label``, and ``numbers`` of the program's collectives. If several
     segments draw, ``stream`` says whether it continues the random stream of another, and whether
@@ -73,7 +73,7 @@ class Program:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     random: bool = False
-    traced: tuple[Operation, ...] = ()
+    traced_operations: tuple[Operation, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     adds: Adds = field(default_factory=dict)
     stage: str = ""
@@ -85,20 +85,24 @@ class Program:
     @cached_property
     def operations(self) -> tuple[Operation, ...]:
         """The operations with the sizes of this program."""
-        return self.traced if self.resized is None else tuple(map(self.resized, self.traced))
+        return (
+            self.traced_operations
+            if self.resized is None
+            else tuple(map(self.resized, self.traced_operations))
+        )
 
     @cached_property
     def collective(self) -> bool:
         """Whether an operation starts a collective or waits for one."""
-        return any(is_collective(op.target) for op in self.traced)
+        return any(is_collective(op.target) for op in self.traced_operations)
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         return self.run(box)
 
     def __repr__(self) -> str:
         return (
-            f"<Program {self.name}: {len(self.traced)} operations, {len(self.inputs)} in, "
-            f"{len(self.outputs)} out>"
+            f"<Program {self.name}: {len(self.traced_operations)} operations, "
+            f"{len(self.inputs)} in, {len(self.outputs)} out>"
         )
 
     @classmethod
@@ -135,12 +139,12 @@ class Program:
     def adding(self, adds: Adds, outputs: Sequence[str]) -> Program:
         """The program that adds values into more inputs and returns ``outputs``."""
         inputs = (*self.inputs, *(into for targets in adds.values() for into in targets))
-        if not self.traced:  # an eager program, whose function takes more inputs
+        if not self.traced_operations:  # an eager program, whose function takes more inputs
             return replace(self, inputs=inputs, outputs=tuple(outputs))
         adds = dict(adds)
         body = self.operations
         if any(one.name in adds and getattr(one.value, "nbytes", 0) >> 20 for one in body):
-            body = feature("added").adding(body, adds, outputs)
+            body = load_pass("added").adding(body, adds, outputs)
         return Program.of(self.name, body, inputs, outputs, self.constants, adds, self.stage)
 
 
@@ -187,7 +191,7 @@ def _call(op: Operation, scope: Scope) -> str:
 
 def _target(target: object, scope: Scope) -> str:
     """A short name for an operation."""
-    if isinstance(target, Op):
+    if isinstance(target, TorchOp):
         binding = _BINDINGS.get(str(target))
         name = f"torch.{binding}" if binding else str(target).removesuffix(".default")
         name = name.replace(".", "_")
@@ -315,7 +319,9 @@ class Programs(HeldBytes):
     def added_by(self, letter: str) -> dict[int, str]:
         """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") can add itself."""
         program = getattr(self, letter.lower())
-        computed = set(program.outputs) if self.eager else {op.name for op in program.traced}
+        computed = (
+            set(program.outputs) if self.eager else {op.name for op in program.traced_operations}
+        )
         return {i: name for i, name in enumerate(self.dps) if name is not None and name in computed}
 
     def adding(self, letter: str) -> Program:
@@ -348,22 +354,22 @@ class Programs(HeldBytes):
     @property
     def forward(self) -> TreeProgram:
         """``forward(params, x, **side) -> (y, saved)``."""
-        return TreeProgram(self.f, partial(feature("by_hand").forward, self))
+        return TreeProgram(self.f, partial(load_pass("by_hand").forward, self))
 
     @property
     def backward(self) -> TreeProgram:
         """``backward(saved, dy) -> (dx, dparams)``."""
-        return TreeProgram(self.b, partial(feature("by_hand").backward, self))
+        return TreeProgram(self.b, partial(load_pass("by_hand").backward, self))
 
     @property
     def backward_input(self) -> TreeProgram:
         """``backward_input(saved, dy) -> (dx, kept)``."""
-        return TreeProgram(self.i, partial(feature("by_hand").backward_input, self))
+        return TreeProgram(self.i, partial(load_pass("by_hand").backward_input, self))
 
     @property
     def backward_weight(self) -> TreeProgram:
         """``backward_weight(kept) -> dparams``."""
-        return TreeProgram(self.w, partial(feature("by_hand").backward_weight, self))
+        return TreeProgram(self.w, partial(load_pass("by_hand").backward_weight, self))
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import StageError
 from ..stage import Stage, as_stage, keyword_only
 from ..tree import AbstractTree, Aval, Tree
@@ -96,14 +96,15 @@ class Result(NamedTuple):
 class Outputs:
     """The results of a stage function in abstract form.
 
-    ``copies``: the function writes into its input, which is therefore copied first. ``unused`` are
-    leaves of ``y`` that carry a gradient and have no cotangent: the loss does not depend on them.
+    ``writes_input``: the function writes into its input, which is therefore copied first.
+    ``unused`` are leaves of ``y`` that carry a gradient and have no cotangent: the loss does not
+    depend on them.
     """
 
     y: AbstractTree
     aux: Aval | None = None
     state: AbstractTree | None = None
-    copies: bool = False
+    writes_input: bool = False
     unused: frozenset[int] = frozenset()
 
     @cached_property
@@ -120,22 +121,22 @@ def outputs_of(stage: Stage, signature: Signature, sizes: Sizes = PLAIN) -> Outp
         return _observed(stage, signature, sizes, steps)
     finally:
         if any(not any(map(is_fake, tensors_in(args))) for _, args, _, _ in steps):
-            feature("tables").settle(steps)  # of a cache, for example
+            load_pass("tables").settle(steps)  # of a cache, for example
 
 
 def _observed(stage: Stage, signature: Signature, sizes: Sizes, steps: Steps) -> Outputs:
-    for copies in (False, True):
+    for writes_input in (False, True):
         with sizes.mode():
             groups = fake_inputs(signature)
             try:
                 with unseeded(stage.label), pure_on_fakes(stage.label, steps=steps):
                     groups[1] = entering(signature.x, groups[1])
-                    result = call(stage, signature, groups, copies)
+                    result = call(stage, signature, groups, writes_input)
             except RuntimeError as error:
-                if copies or not writes_into_leaf(error):
+                if writes_input or not writes_into_leaf(error):
                     raise
                 continue
-        return outputs_from(stage, result, copies)
+        return outputs_from(stage, result, writes_input)
     raise AssertionError("unreachable")
 
 
@@ -144,13 +145,13 @@ def writes_into_leaf(error: RuntimeError) -> bool:
     return "leaf Variable" in str(error)
 
 
-def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
+def outputs_from(stage: Stage, result: Result, writes_input: bool) -> Outputs:
     """Check a result, and return its abstract form."""
-    ys, y_spec = tree.flatten(result.y)
+    ys, structure = tree.flatten(result.y)
     _check_leaves(stage, ys)
     check_aux(stage, result.aux)
     y = AbstractTree.flat(
-        y_spec, ys, [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in ys]
+        structure, ys, [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in ys]
     )
     first: dict[int, int] = {}
     places = ((j, first.setdefault(id(ys[j]), j)) for j in y.avals)
@@ -164,7 +165,7 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
                 "number would make each microbatch another program); write torch.tensor(0) for a "
                 "counter"
             )
-    return Outputs(y, aux, state, copies)
+    return Outputs(y, aux, state, writes_input)
 
 
 def _check_leaves(stage: Stage, ys: Sequence[object]) -> None:
@@ -222,19 +223,19 @@ def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
 
 
 def call(
-    stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool
+    stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], writes_input: bool
 ) -> Result:
-    """Call the stage function on flat leaves; ``copies``: on a copy of its input."""
+    """Call the stage function on flat leaves; ``writes_input``: on a copy of its input."""
     p, x, side, state = (
-        tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True)
+        tree.unflatten(a.structure, leaves) for a, leaves in zip(signature, groups, strict=True)
     )
     try:
         with setting(RUNNING, stage.label), torch.enable_grad():
-            if copies:
+            if writes_input:
                 x = copied(x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     except BaseException as error:
-        feature("explain").leave_checkpoints(error)
+        load_pass("explain").leave_checkpoints(error)
         raise
     return result_of(stage, out)
 
@@ -253,7 +254,7 @@ def result_of(stage: Stage, out: object) -> Result:
     if len(names) == 1:
         return Result(out)
     if not isinstance(out, tuple) or len(out) != len(names):
-        raise feature("explain").parts_error(stage.label, names, out)
+        raise load_pass("explain").parts_error(stage.label, names, out)
     return Result(out[0], out[1] if stage.aux_loss else None, out[-1] if stage.state else None)
 
 
@@ -317,7 +318,7 @@ def with_aux(result: object) -> tuple[Any, Any]:
 def check_alone(result: T) -> T:
     """Return what a loss without has_aux=True returned; StageError if it is more than a scalar."""
     if len(tree.leaves(result)) > 1:
-        raise feature("explain").aux_error(result)
+        raise load_pass("explain").aux_error(result)
     return result
 
 
@@ -326,4 +327,4 @@ def check_scalar(label: str, first: Aval | Tensor | None) -> None:
     if isinstance(first, Tensor):
         first = Aval.like(first)
     if first is None or first.shape != () or not first.dtype.is_floating_point:
-        raise feature("explain").scalar_error(label, first)
+        raise load_pass("explain").scalar_error(label, first)

@@ -8,7 +8,7 @@
 
 A program reads values of earlier programs by name: an output of F is "saved", one of I is "kept".
 Views are passed on like other values, since they use no memory. Two kinds of values are computed
-again: constants, which depend on no input, and values inside a recompute region that are not random
+again: those that depend on no input, and values inside a recompute region that are not random
 draws. This module knows graphs alone, no tensors, stages or ranks.
 
 Before the split, ``normalize`` names placeholders after their roles (``p0..`` parameters, ``x0..``
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..tree import arriving
 from .held import Held
 from .internals import draws, storage_id
@@ -48,7 +48,7 @@ class Joint:
     dxs: tuple[fx.Node | None, ...]
 
 
-class Piece(NamedTuple):
+class Subgraph(NamedTuple):
     """The nodes of one program, in order, and the names of its inputs and outputs."""
 
     nodes: Sequence[fx.Node]
@@ -56,25 +56,25 @@ class Piece(NamedTuple):
     outputs: tuple[str, ...]
 
 
-class Pieces(NamedTuple):
+class Subgraphs(NamedTuple):
     """The programs of a joint graph. ``saved`` is held from F to I or B, ``kept`` from I to W."""
 
-    f: Piece
-    b: Piece
-    i: Piece
-    w: Piece
+    f: Subgraph
+    b: Subgraph
+    i: Subgraph
+    w: Subgraph
     saved: tuple[str, ...]
     kept: tuple[str, ...]
 
 
-def split(joint: Joint) -> Pieces:
+def split(joint: Joint) -> Subgraphs:
     """Split a joint graph into four programs."""
     nodes = joint.nodes
-    constant = _constants(nodes)
+    input_free = _input_free(nodes)
     ends = [*filter(None, joint.ys), *joint.extras, *filter(draws, nodes)]
     forward = _ancestors(ends, lambda node: False)
     forward |= _items(nodes, forward)
-    savable = _savable(forward) - constant
+    savable = _savable(forward) - input_free
 
     def available(node: fx.Node) -> bool:
         """Whether the backward has a value without computing it."""
@@ -92,16 +92,16 @@ def split(joint: Joint) -> Pieces:
     f = in_order(forward)
     b = in_order(for_inputs | for_weights)
     i = in_order(for_inputs)
-    w = in_order(for_weights - (for_inputs - constant))
+    w = in_order(for_weights - (for_inputs - input_free))
     dxs = _names(joint.dxs)
     dps = _names(joint.dps)
     saved = tuple(name for name in _read(b, dps + dxs) if name not in joint.cotangents)
     kept = _read(w, dps)
-    return Pieces(
-        _piece(f, (*_names((*joint.ys, *joint.extras)), *saved)),
-        _piece(b, dps + dxs),
-        _piece(i, dxs + kept),
-        _piece(w, dps),
+    return Subgraphs(
+        _subgraph(f, (*_names((*joint.ys, *joint.extras)), *saved)),
+        _subgraph(b, dps + dxs),
+        _subgraph(i, dxs + kept),
+        _subgraph(w, dps),
         saved,
         kept,
     )
@@ -115,20 +115,20 @@ def _read(nodes: Sequence[fx.Node], results: Iterable[str]) -> tuple[str, ...]:
     return _unique((*_free(nodes), *(name for name in results if name not in computed)))
 
 
-def _piece(nodes: Sequence[fx.Node], results: Iterable[str]) -> Piece:
+def _subgraph(nodes: Sequence[fx.Node], results: Iterable[str]) -> Subgraph:
     """The program of these nodes; it returns those of the results that it computes."""
     computed = set(_names(nodes))
-    return Piece(nodes, _free(nodes), tuple(n for n in _unique(results) if n in computed))
+    return Subgraph(nodes, _free(nodes), tuple(n for n in _unique(results) if n in computed))
 
 
-def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _input_free(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that depend on no input and draw nothing: cheap to compute again, expensive to hold."""
-    constant: set[fx.Node] = set()
+    found: set[fx.Node] = set()
     for node in nodes:
         computed = node.op == "call_function" and not draws(node)
-        if computed and constant.issuperset(node.all_input_nodes):
-            constant.add(node)
-    return constant
+        if computed and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _savable(forward: set[fx.Node]) -> set[fx.Node]:
@@ -239,32 +239,32 @@ def storage(node: fx.Node, value: Tensor) -> Hashable:
     return node.meta.get(STORAGE) or storage_id(value)
 
 
-def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
+def storages(nodes: Iterable[fx.Node]) -> dict[str, Held]:
     """The storage of each value, named after the first value in it."""
     roots: dict[Hashable, str] = {}
-    memory: dict[str, Held] = {}
+    held: dict[str, Held] = {}
     for node in nodes:
         value = value_of(node)
         if value is None or value.layout is not torch.strided:
             continue
         root = node.name
         if root.startswith("wait_tensor"):  # it returns the tensor that it waited for
-            root = memory[str(node.args[0])].root
+            root = held[str(node.args[0])].root
         root = roots.setdefault(storage(node, value), root)
         nbytes = value.untyped_storage().nbytes()
-        memory[node.name] = memory.get(root) or Held(root, nbytes, node.op == "placeholder")
-    return memory
+        held[node.name] = held.get(root) or Held(root, nbytes, node.op == "placeholder")
+    return held
 
 
-def constants(graph: fx.GraphModule) -> dict[str, Any]:
+def captured(graph: fx.GraphModule) -> dict[str, Any]:
     """The captured tensors and modules of a graph, by name."""
-    captured = {}
+    found = {}
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)
         if isinstance(value, Tensor) and value.requires_grad:
             value = value.detach()  # it was used under no_grad, or detached
-        captured[node.name] = value
-    return captured
+        found[node.name] = value
+    return found
 
 
 def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
@@ -272,12 +272,12 @@ def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
     name_inputs(graph, names)
     special = any(part in str(n.target) for n in graph.graph.nodes for part in _SPECIAL)
     if special:
-        feature("operators").replace_writes_and_convolutions(graph)
+        load_pass("operators").replace_writes_and_convolutions(graph)
     remove_identities(graph)
     if graph.graph.find_nodes(op="call_function", target=VIEW):
-        feature("views").remove_views(graph)
+        load_pass("views").remove_views(graph)
     if special:
-        feature("operators").spell_out(graph)
+        load_pass("operators").spell_out(graph)
     copy_shared_outputs(graph)
 
 
@@ -310,7 +310,7 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
     computed results with gaps in memory: these would arrive with other strides.
     """
     output = next(iter(graph.graph.find_nodes(op="output")))
-    copies: dict[fx.Node, fx.Node] = {}
+    clones: dict[fx.Node, fx.Node] = {}
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
         value = value_of(node)
         state = node.op == "placeholder" and node.name[0] == "t"
@@ -322,10 +322,10 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
         if not (shared(node) or state or (gaps and node.op == "call_function")):
             continue
         with graph.graph.inserting_before(output):
-            copies[node] = graph.graph.call_function(
+            clones[node] = graph.graph.call_function(
                 torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
             )
         if value is not None:
-            copies[node].meta["val"] = value.clone(memory_format=torch.contiguous_format)
-    output.args = ([copies.get(n, n) for n in output.args[0]],)
+            clones[node].meta["val"] = value.clone(memory_format=torch.contiguous_format)
+    output.args = ([clones.get(n, n) for n in output.args[0]],)
     graph.graph.lint()

@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.traceback import preserve_node_meta
 
 from .. import tree
-from ..actions.product import feature
+from ..actions.product import load_pass
 from ..errors import FpipeError
 from ..stage import Stage
 from ..tree import AbstractTree, Aval
@@ -48,7 +48,7 @@ from .internals import (
 from .operations import Operation, Ref, Value
 from .program import Program, Programs
 from .signature import Outputs, Signature, call, entering, outputs_of
-from .split import Joint, Piece, Pieces, constants, memory, normalize, split, value_of
+from .split import Joint, Subgraph, Subgraphs, captured, normalize, split, storages, value_of
 from .wrappers import BLOCKS, Block
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -75,9 +75,9 @@ def traced(
     for argument in signature:
         for aval in argument.avals.values():
             if aval.kind is not None:
-                raise feature("explain").nested_tensor_error(stage.label, aval)
+                raise load_pass("explain").nested_tensor_error(stage.label, aval)
     if function_modes():
-        feature("explain").check_function_modes(stage.label)
+        load_pass("explain").check_function_modes(stage.label)
     shown = shown or str(signature)
     # A trace is cached for all callers, so it must not depend on their modes.
     with quiet(), torch.inference_mode(False), torch.enable_grad():
@@ -89,7 +89,7 @@ def traced(
         except FpipeError:
             raise
         except Exception as error:
-            raise feature("explain").explain(error, stage.label, shown) from error
+            raise load_pass("explain").explain(error, stage.label, shown) from error
         programs = _programs(stage, f"{stage.label} {shown}", signature, outputs, graph, sizes)
         for node in (*nodes, *graph.graph.nodes):
             node.meta.clear()  # a graph is a cycle: its fake tensors would live on
@@ -118,14 +118,14 @@ def _recorded(
 
     def on_block(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal calls
-        blocks = feature("blocks.calls")
+        blocks = load_pass("blocks.calls")
         calls = calls or blocks.Calls(stage.label, sizes)
         return blocks.called(calls, block, args, kwargs)
 
     with suppress(InexactError), setting(BLOCKS, on_block):
         outputs, graph = record()
         if calls is not None:
-            feature("blocks.inlining").inline(graph, calls.calls)
+            load_pass("blocks.inlining").inline(graph, calls.calls)
         return outputs, graph
     return record()
 
@@ -141,7 +141,7 @@ def make_graph(
         graph = make_fx(fn, _allow_non_fake_inputs=True)(*flat)
     with without_autocast():  # the graph has its casts
         if any(map(mutates, filter(None, map(operator_of, graph.graph.nodes)))):
-            graph = feature("writes").without_writes(graph, flat)
+            graph = load_pass("writes").without_writes(graph, flat)
         sizes.inline(graph)
     return graph
 
@@ -173,7 +173,7 @@ def joint_graph(
         wrt = [arguments[g][i] for g in (0, 1) for i in signature[g].wanted]
         arguments[1] = entering(signature.x, arguments[1])
         with caching(cached):
-            result = call(stage, signature, arguments, outputs.copies)
+            result = call(stage, signature, arguments, outputs.writes_input)
         ends = list(filter(tree.is_tensor, tree.leaves((result.y, result.aux))))
         live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
@@ -184,7 +184,7 @@ def joint_graph(
                 grads = torch.autograd.grad(live, wrt, dys, allow_unused=True)
         for grad in grads:
             if grad is not None and grad.layout is not torch.strided:
-                raise feature("explain").sparse_gradient_error(stage.label, grad.shape)
+                raise load_pass("explain").sparse_gradient_error(stage.label, grad.shape)
         return (*ends, *tree.leaves(result.state), *grads)
 
     with mode:  # the function may create tensors (arange, zeros, ...), which must be fake, too
@@ -202,22 +202,22 @@ def _programs(
     sizes: Sizes,
 ) -> Programs:
     joint = _joint_of(graph, signature, outputs)
-    captured = constants(graph)
-    if any(map(is_fake, captured.values())):
-        feature("tables").refuse(stage, signature, captured.values())
-    pieces = split(joint)
+    tensors = captured(graph)
+    if any(map(is_fake, tensors.values())):
+        load_pass("tables").refuse(stage, signature, tensors.values())
+    subgraphs = split(joint)
     behind = {
         name: held._replace(nbytes=sizes.number(held.nbytes))
-        for name, held in memory(joint.nodes).items()
+        for name, held in storages(joint.nodes).items()
     }
     operations = _operations(joint.nodes, sizes)
 
-    def program(letter: str, piece: Piece) -> Program:
-        body = [operations[node] for node in piece.nodes if node in operations]
-        used = {name for one in body for name in one.inputs}.union(piece.outputs)
-        inside = {name: value for name, value in captured.items() if name in used}
-        inputs = [name for name in piece.inputs if name not in inside]
-        return Program.of(letter, body, inputs, piece.outputs, inside, stage=label)
+    def program(letter: str, subgraph: Subgraph) -> Program:
+        body = [operations[node] for node in subgraph.nodes if node in operations]
+        used = {name for one in body for name in one.inputs}.union(subgraph.outputs)
+        inside = {name: value for name, value in tensors.items() if name in used}
+        inputs = [name for name in subgraph.inputs if name not in inside]
+        return Program.of(letter, body, inputs, subgraph.outputs, inside, stage=label)
 
     def names(nodes: Iterable[fx.Node | None]) -> tuple[str | None, ...]:
         return tuple(None if node is None else node.name for node in nodes)
@@ -225,10 +225,10 @@ def _programs(
     extras = [node.name for node in joint.extras]
     aux = extras.pop(0) if outputs.aux is not None else None
     return Programs(
-        program("F", pieces.f),
-        program("B", pieces.b),
-        program("I", pieces.i),
-        program("W", pieces.w),
+        program("F", subgraphs.f),
+        program("B", subgraphs.b),
+        program("I", subgraphs.i),
+        program("W", subgraphs.w),
         signature=signature,
         outputs=_with_strides(outputs, filter(None, joint.ys), sizes),
         ys=names(joint.ys),
@@ -236,15 +236,15 @@ def _programs(
         new_state=tuple(extras),
         dps=names(joint.dps),
         dxs=names(joint.dxs),
-        saved=pieces.saved,
-        kept=pieces.kept,
+        saved=subgraphs.saved,
+        kept=subgraphs.kept,
         grad_avals={
             node.name: sizes.aval(Aval.like(value))
             for node in (*joint.dps, *joint.dxs)
             if node is not None and (value := value_of(node)) is not None
         },
         memory=behind,
-        fresh=_fresh(joint, behind, pieces),
+        fresh=_fresh(joint, behind, subgraphs),
         label=stage.label,
     )
 
@@ -284,10 +284,14 @@ def _with_strides(outputs: Outputs, ys: Iterable[fx.Node], sizes: Sizes) -> Outp
     )
 
 
-def _fresh(joint: Joint, behind: Mapping[str, Held], pieces: Pieces) -> frozenset[str]:
+def _fresh(joint: Joint, behind: Mapping[str, Held], subgraphs: Subgraphs) -> frozenset[str]:
     """The gradients that are alone in their storage, so that others may be added into them."""
     gradients = {node.name: node for node in filter(None, joint.dps)}
-    passed_on = {*pieces.saved, *pieces.kept, *(node.name for node in filter(None, joint.dxs))}
+    passed_on = {
+        *subgraphs.saved,
+        *subgraphs.kept,
+        *(node.name for node in filter(None, joint.dxs)),
+    }
     uses = [node.name for node in filter(None, joint.dps)]
     uses += passed_on - gradients.keys()
     users = Counter(behind[name].root for name in uses if name in behind)

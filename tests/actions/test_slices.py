@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from fpipe import Action, Costs, Fused, Schedule, Slice, make_schedule
-from fpipe.actions.action import plain
+from fpipe.actions.action import unfused
 from fpipe.actions.routes import placement_of
 from fpipe.errors import ScheduleError
 from fpipe.products.command.cli import main
@@ -181,7 +181,7 @@ def test_pictures_label_slices(tmp_path) -> None:
     assert "1F0.1" in (tmp_path / "a.svg").read_text()
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 0]
-    assert names == [str(action) for action in plain(t.rows[0])]
+    assert names == [str(action) for action in unfused(t.rows[0])]
 
 
 def test_replicas_keep_a_microbatch_on_one_path() -> None:

@@ -157,7 +157,7 @@ def test_the_plans_of_many_signatures_are_let_go(monkeypatch: pytest.MonkeyPatch
     for rows in (1, 2, 3, 4, 1, 5, 6, 7):
         pipe(params, x[:1].expand(rows, WIDTH))
     kept = [
-        made.prepared.request.kinds[0][0].leaves[0].shape[0] for made in pipe.cache.plans.values()
+        made.prepared.request.kinds[0].x.leaves[0].shape[0] for made in pipe.cache.plans.values()
     ]
     assert sorted(kept) == [1, 3, 4, 5, 6, 7], "what was used last stays"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe.actions.action import plain as plain_row
+from fpipe.actions.action import unfused as plain_row
 
 D, B, S, K, M = 4, 2, 8, 4, 2  # width, rows and tokens of a microbatch, slices, microbatches
 

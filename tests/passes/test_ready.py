@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.actions.action import plain
+from fpipe.actions.action import unfused
 from fpipe.actions.rule import needs, provides
 from fpipe.errors import ScheduleError, StageError
 from fpipe.lowering.memory import MemoryAccount
@@ -322,7 +322,7 @@ def blocks(schedule: Schedule, window: int, *, waits: bool) -> bool:
 
     With ``waits`` a send waits until its receiver's window has its reader.
     """
-    rows, stages = [tuple(plain(row)) for row in schedule.rows], schedule.stages
+    rows, stages = [tuple(unfused(row)) for row in schedule.rows], schedule.stages
     home = {
         fact: (rank, n)
         for rank, row in enumerate(rows)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import fpipe
 from common import layer, same, squared
 from fpipe import Schedule, make_schedule, testing
-from fpipe.actions.action import plain
+from fpipe.actions.action import unfused
 from fpipe.errors import FpipeError, GroupError, StageError
 from fpipe.passes.rerouting import without
 from sample import also
@@ -62,7 +62,7 @@ def test_schedules_without_ranks(name: str) -> None:
             assert Schedule.parse(str(s)) == s
             for row in s:
                 for op in "FBIW":
-                    units = [a.microbatch for a in plain(row) if a.op == op]
+                    units = [a.microbatch for a in unfused(row) if a.op == op]
                     assert units == sorted(units)
 
 

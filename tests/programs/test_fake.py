@@ -84,7 +84,7 @@ def test_marks_are_carried_through_functionalization():
 
 def test_views_lie_in_one_memory():
     graph = traced(lambda x: (x.view(-1), (x * 2).t(), x + 1), (2, 3))
-    memory = simplify.memory(graph.graph.nodes)
+    memory = simplify.storages(graph.graph.nodes)
     assert memory["view"].root == "x0" and memory["view"].given
     assert memory["t"].root == "mul" and not memory["t"].given and memory["t"].nbytes == 24
     assert memory["add"].root == "add"

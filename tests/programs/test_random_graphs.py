@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from fpipe.actions.action import plain
+from fpipe.actions.action import unfused
 from sample import also
 
 WIDTH = 3
@@ -122,7 +122,7 @@ def test_a_random_pipeline(seed: int):
             homes = []
             for rank in schedule.placement.ranks_of(s):
                 order = [
-                    a.microbatch for a in plain(schedule[rank]) if a.stage == s and a.op in "BW"
+                    a.microbatch for a in unfused(schedule[rank]) if a.stage == s and a.op in "BW"
                 ]
                 homes += (
                     [reduce(torch.add, [each[m][1][2 * s + k] for m in order])] if order else []

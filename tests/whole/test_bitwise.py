@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.actions.action import plain
+from fpipe.actions.action import unfused
 from models import MODELS, SEED, Model, one, state_after
 from sample import covering
 from schedule_table import TABLE, Case, cases
@@ -26,7 +26,7 @@ MICROBATCHES = range(1, 13)
 
 def rows(schedule: fpipe.Schedule, rank: int, stage: int, ops: str) -> list[int]:
     """The microbatches for which a rank runs some operation of a stage, in its order."""
-    return [a.microbatch for a in plain(schedule[rank]) if a.stage == stage and a.op in ops]
+    return [a.microbatch for a in unfused(schedule[rank]) if a.stage == stage and a.op in ops]
 
 
 def expected(model: Model, schedule: fpipe.Schedule) -> tuple[Any, list[list[torch.Tensor]]]:

@@ -216,9 +216,9 @@ def test_names_in_texts_of_the_reference_are_links():
 def test_signatures_link_to_their_types_and_show_no_addresses():
     pages = hooks.reference()
     page = pages["reference/pipelines.md"]
-    source = re.search(r'<a href="#(type.Source)" title="([^"]*)">Source</a>', page)
+    source = re.search(r'<a href="#(type.ScheduleSource)" title="([^"]*)">ScheduleSource</a>', page)
     assert source and "Callable[[int, int], Schedule]" in source[2]
-    assert f'* <span id="{source[1]}"></span>`Source`: `Name | str |' in page
+    assert f'* <span id="{source[1]}"></span>`ScheduleSource`: `Name | str |' in page
     assert '<a href="stages.html#fpipe.Stage"' in page
     for text in pages.values():
         assert not re.search(r" at 0x[0-9a-f]+", text)

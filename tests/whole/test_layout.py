@@ -358,12 +358,12 @@ def test_licence_of_every_file():
     assert not wrong, f"the first line of {wrong} must be {SPDX!r}"
 
 
-#: Methods that overrides document once, in ``lowering``: of Op and Feature.
+#: Methods that overrides document once, in ``lowering``: of Opcode and Feature.
 INHERITED = {
     node.name
     for module in ("lowering.instruction", "lowering.plan")
     for owner in MODULES[module].tree.body
-    if isinstance(owner, ast.ClassDef) and owner.name in ("Op", "Feature")
+    if isinstance(owner, ast.ClassDef) and owner.name in ("Opcode", "Feature")
     for node in owner.body
     if isinstance(node, ast.FunctionDef)
 }

@@ -150,7 +150,7 @@ def called(
         return block.fn(*args, **kwargs)
     call = Call(next(_NUMBERS), definition, within)
     within.calls[call.number] = _CALLS[call.number] = call
-    return tree.unflatten(definition.outputs.y.spec, list(_Function.apply(call, *tensors)))
+    return tree.unflatten(definition.outputs.y.structure, list(_Function.apply(call, *tensors)))
 
 
 def _definition(
@@ -215,7 +215,7 @@ def _outputs_of(stage: Stage, signature: Signature, sizes: Sizes) -> Outputs | N
         return None
     y = outputs.y
     whole = y.avals and len(y.avals) == len(y.leaves) and not y.repeats
-    if whole and not outputs.copies:
+    if whole and not outputs.writes_input:
         return outputs
     return None
 

@@ -20,8 +20,8 @@ from typing import TypeAlias
 from ...actions.action import AnyAction, Row
 from ...engine.copies import Copies
 from ...lowering.builder import Builder
-from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
-from ...lowering.job import LoweringInput
+from ...lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
+from ...lowering.job import Job
 from ...lowering.keys import Key
 from ...lowering.memory import MemoryAccount
 from ...lowering.plan import Feature
@@ -30,7 +30,7 @@ from .sharding import Layout, Share
 
 
 @dataclass(frozen=True, slots=True)
-class OfShare(Op):
+class OfShare(Opcode):
     """What concerns leaves of a stage, ``share``; subclasses have no further fields."""
 
     share: Share
@@ -204,7 +204,7 @@ class _OnRank(Feature):
 
 def _steps(
     of: OfCopies,
-    job: LoweringInput,
+    job: Job,
     rank: int,
     added: Set[Key],
 ) -> Iterator[list[Instruction]]:
@@ -238,9 +238,7 @@ def _steps(
     yield list(map(_instruction, late + [Landed(op.share) for op in reduced + late]))
 
 
-def _gathered(
-    of: OfCopies, job: LoweringInput, row: Row
-) -> Iterator[tuple[int, list[int], list[_Step]]]:
+def _gathered(of: OfCopies, job: Job, row: Row) -> Iterator[tuple[int, list[int], list[_Step]]]:
     """Each position of a row, and the end of each phase: the stages to free there, then how those
     that are read become whole.
     """
@@ -298,7 +296,7 @@ def _next_use(stage: int, upcoming: Sequence[Sequence[int]]) -> int:
     return next((n for n, stages in enumerate(upcoming) if stage in stages), len(upcoming))
 
 
-def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int]:
+def _stages_read(of: OfCopies, job: Job, entry: AnyAction) -> list[int]:
     """The stages of which an entry of the row reads sharded parameters."""
     stages: dict[int, None] = {}
     for stage, op, mb in entry.parts if of.copies.cut else ():
@@ -313,7 +311,7 @@ def _stages_read(of: OfCopies, job: LoweringInput, entry: AnyAction) -> list[int
 
 def _reduces(
     of: OfCopies,
-    job: LoweringInput,
+    job: Job,
     stages: Iterable[int],
     added: Set[Key],
 ) -> list[OfShare]:

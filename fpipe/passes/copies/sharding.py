@@ -231,7 +231,7 @@ class Share:
             memory = part_of(memory, layout.part, layout.parts).clone()
         pieces = layout.split(bucket, memory)
         for piece in pieces:
-            piece.__dict__["zero"] = self.copies.zero  # for mean_over, which must not average them
+            vars(piece)["zero"] = self.copies.zero  # for mean_over, which must not average them
         return pieces
 
     def landed(self) -> list[int | None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import tree
-from ...actions.product import feature
+from ...actions.product import load_pass
 from ...engine import side_inputs
 from ...engine.arguments import Call
 from ...engine.microbatches import Microbatches, joined
@@ -65,7 +65,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
         params, batch = chosen.around(tensors)
         if isinstance(x, Microbatches):
             batch = Microbatches(batch)
-        out = _value(call, params, Parts(batch, call.number, "x"))
+        out = _value(call, params, Parts(batch, call.units, "x"))
         loss, aux = out if more else (out, None)
         return loss, Chosen(aux, tree.is_tensor).leaves  # torch.func takes tensors alone
 
@@ -87,7 +87,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     outputs: list[Tree] = []
     losses: list[Tensor] = []
     auxes: list[Tree] = []
-    for m in range(call.number):
+    for m in range(call.units):
         y = x.tree(m)
         extra: Tensor | None = None
         for s, stage in enumerate(config.functions):
@@ -166,7 +166,7 @@ def _runner(call: Call) -> Callable[..., Tree]:
         with _explained(f"{what} {as_stage(fn).label} on microbatch {mb}"):
             out, _ = drawn(lambda _: fn(*params, *copied(inputs), **side), [], device, start)
         if versions(kept) != before:
-            raise feature("explain").write_error("its parameters or side inputs")
+            raise load_pass("explain").write_error("its parameters or side inputs")
         return out
 
     return run
@@ -180,7 +180,7 @@ def _explained(what: str) -> Iterator[None]:
     except FpipeError:
         raise
     except Exception as error:
-        where = feature("explain").where(error)
+        where = load_pass("explain").where(error)
         raise ActionError(f"{what} raised {type(error).__name__}{where}: {error}") from error
 
 

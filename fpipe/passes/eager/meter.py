@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import Node
 
 from ... import tree
-from ...programs.internals import Args, Around, Kwargs, Op, storage_id
+from ...programs.internals import Args, Around, Kwargs, TorchOp, storage_id
 
 
 class Meter(NamedTuple):
@@ -43,7 +43,7 @@ def meter() -> Meter:
         counted.discard(key)
         now[0] -= nbytes
 
-    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
+    def run(op: TorchOp, args: Args, kwargs: Kwargs) -> object:
         result = op(*args, **kwargs)
         given = set(map(storage_id, plain_tensors((args, kwargs))))
         for tensor in plain_tensors(result):

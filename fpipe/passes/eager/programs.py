@@ -181,7 +181,7 @@ class _Engine:
         hooks = RemovableHandle.next_id
         with _under(self.autocast):
             arguments = [params, given, side, state]
-            result = run_recording(self.stage, self.signature, arguments, self.outputs.copies)
+            result = run_recording(self.stage, self.signature, arguments, self.outputs.writes_input)
         hooked = RemovableHandle.next_id != hooks
         if wrote_into_input(before, groups):
             raise StageError(
@@ -226,7 +226,9 @@ class _Engine:
         expected = self.facts.outputs
         y = returned.y
         planned = expected.y
-        self._expect(y.spec == planned.spec, "another structure", y.spec, planned.spec)
+        self._expect(
+            y.structure == planned.structure, "another structure", y.structure, planned.structure
+        )
         ys = tree.leaves(result.y)
         for j, (leaf, aval) in enumerate(zip(y.leaves, planned.leaves, strict=True)):
             name = f"output {j}"
@@ -248,7 +250,7 @@ class _Engine:
         state = returned.state
         planned_state = expected.state
         if state is not None and planned_state is not None:
-            fits = state.spec == planned_state.spec
+            fits = state.structure == planned_state.structure
             fits = fits and all(map(_alike, state.leaves, planned_state.leaves))
             self._expect(fits, "its state", state, planned_state)
         return ys

@@ -27,8 +27,8 @@ from ...programs.internals import (
     Around,
     Fake,
     Kwargs,
-    Op,
     Steps,
+    TorchOp,
     empty,
     fake_inputs,
     is_fake,
@@ -312,7 +312,7 @@ def _pure_on_numbers(label: str, groups: Groups) -> tuple[Around, Callable[[Tens
     """
     local = set(map(_storage, tensors_in(groups))) | {None}
 
-    def run(op: Op, args: Args, kwargs: Kwargs) -> object:
+    def run(op: TorchOp, args: Args, kwargs: Kwargs) -> object:
         for tensor in tensors_in(written(op, args, kwargs)):
             if _storage(tensor) not in local:
                 raise captured_write_error(label, tensor)

@@ -98,7 +98,7 @@ def describe(call: Call, absent: Iterable[str]) -> Descriptions:
     """
     names = set(absent)
     return {
-        part.name: tuple(part.abstract(m) for m in range(1 if part.uniform else call.number))
+        part.name: tuple(part.abstract(m) for m in range(1 if part.uniform else call.units))
         for part in call.batch_parts
         if part.name in names and not part.absent
     }

@@ -24,7 +24,7 @@ from ...actions.action import Action, Row, Rows
 from ...actions.action_kinds import OPS
 from ...actions.check import inspect_rows
 from ...actions.costs import Costs
-from ...actions.product import product
+from ...actions.product import load_product
 from ...actions.simulation import simulate_rows
 from ...actions.text import counted
 from ...actions.timeline import Timeline
@@ -91,7 +91,7 @@ class Profile:
     # ---- shown ----
     def _repr_html_(self) -> str:
         """What a notebook shows: the picture and the figures of the median step."""
-        pictures = product("pictures")
+        pictures = load_product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
         about = *self._verdict, self._headline, ABOUT[self.in_turn]
@@ -183,15 +183,15 @@ class Profile:
         """
         first, *rest = self._drawn
         noted = replace(first, note=" ".join(self._verdict))
-        product("pictures").save([noted, *rest], path)
+        load_product("pictures").save([noted, *rest], path)
 
     def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:
         """That picture in a figure of matplotlib: see ``Timeline.plot``."""
-        return product("pictures").plot(self._drawn, ax, style)
+        return load_product("pictures").plot(self._drawn, ax, style)
 
     def draw(self, width: int | None = None, color: bool | None = None) -> str:
         """That picture as text."""
-        return product("pictures").draw(self._drawn, width=width, color=color)
+        return load_product("pictures").draw(self._drawn, width=width, color=color)
 
     def __repr__(self) -> str:
         return f"Profile({self._called(self._headline if self.runs else 'no step yet')})"
@@ -202,7 +202,7 @@ class Profile:
         lines = [fill(sentence, 80) for sentence in self._verdict]
         lines += ["", self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
         for title, rows in self._tables.items():
-            lines += ["", title, *product("pictures").aligned(rows), *_meanings(rows)]
+            lines += ["", title, *load_product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...actions.action import Action, plain
+from ...actions.action import Action, unfused
 from ...collectives.group import Group, Pending
 from ...engine.execute import WATCH, Executable
 from ...errors import FpipeError
@@ -114,7 +114,7 @@ class Log(NamedTuple):
             Event(ins.kind, ins.action, start, end, *message)
             for ins, message, start, end in zip(instructions, messages, starts, ends, strict=False)
         )
-        return Run(plan.rank, events, tuple(plain(plan.row)))
+        return Run(plan.rank, events, tuple(unfused(plan.row)))
 
 
 def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, int]]:

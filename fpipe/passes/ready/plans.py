@@ -17,7 +17,7 @@ from itertools import chain
 from ...collectives.bounded import in_thread
 from ...collectives.group import Pending as Arrival
 from ...lowering.builder import Builder
-from ...lowering.instruction import Instruction, Machine, Op, Registers, StepFn
+from ...lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
 from ...lowering.instructions import Send, Wait
 from ...lowering.keys import Key
 from ...lowering.plan import Feature, Plan, Use
@@ -118,13 +118,13 @@ def _placed(slots: Mapping[Key, int], ins: Instruction, use: Use) -> Instruction
 
 # ---- messages ----
 @dataclass(frozen=True, slots=True)
-class Beside(Op):
+class Beside(Opcode):
     """TAKE in a thread of its own, so that other actions run while a microbatch is missing.
 
     Ranks that share a process run in one thread: there it blocks, as in the order of the row.
     """
 
-    op: Op
+    op: Opcode
     kind = "TAKE"
 
     def __str__(self) -> str:

@@ -278,7 +278,10 @@ def _named(stage: Stage, signature: Signature, places: Sequence[Axis]) -> list[A
     """The axes that ``dynamic=`` of a stage names."""
     axes = (0, 1) if stage.dynamic is True else stage.dynamic or ()
     patterns = axes if isinstance(axes, Mapping) else {"*": axes}
-    paths = {1: [("x", *path) for path in signature.x.spec.paths()], 2: signature.side.spec.paths()}
+    paths = {
+        1: [("x", *path) for path in signature.x.structure.paths()],
+        2: signature.side.structure.paths(),
+    }
     named = []
     for place in places:
         path = ".".join(map(str, paths[place.argument][place.leaf]))

@@ -17,7 +17,7 @@ from ...engine.config import Config
 from ...engine.interfaces import as_data
 from ...engine.kinds import TracedKind, ranks_here, trace_stage, with_loss
 from ...engine.prepare import Prepared
-from ...engine.request import Kind, Request
+from ...engine.request import MicrobatchKind, Request
 from ...errors import FpipeError
 from ...lowering.value_graph import Interface
 from ...programs.signature import without_sizes
@@ -114,11 +114,11 @@ def _skeleton(each: Seen) -> object:
 
 
 # ---- stages for expected interfaces ----
-def digest(traced: list[TracedKind] | None) -> str | None:
+def digest(kinds: list[TracedKind] | None) -> str | None:
     """A digest of predicted interfaces. The prediction holds if every rank has the same one."""
-    if traced is None:
+    if kinds is None:
         return None
-    data = as_data([kind.interfaces for kind in traced])
+    data = as_data([kind.interfaces for kind in kinds])
     return hashlib.sha256(encode(data)).hexdigest()
 
 
@@ -130,10 +130,10 @@ def predict(
     Returns None where they let expect nothing.
     """
     seen = [
-        ((x, *targets), found)
+        ((kind.x, *kind.targets), found)
         for each in before
         if each.request.mode == request.mode
-        for (x, targets, _), found in zip(each.request.kinds, each.interfaces, strict=True)
+        for kind, found in zip(each.request.kinds, each.interfaces, strict=True)
     ]
     if len(seen) < 2 or request.chain > 1:
         return None
@@ -143,12 +143,13 @@ def predict(
         return None  # the exchange of interfaces, which follows, raises what is a mistake
 
 
-def _expected(config: Config, request: Request, kind: Kind, seen: Sequence[Seen]) -> TracedKind:
+def _expected(
+    config: Config, request: Request, kind: MicrobatchKind, seen: Sequence[Seen]
+) -> TracedKind:
     """A kind of microbatch with the interfaces that are expected, and with the stages of this
     process.
     """
-    x, targets, _ = kind
-    interfaces = expected((x, *targets), seen)
+    interfaces = expected((kind.x, *kind.targets), seen)
     traced = TracedKind(kind, interfaces, each=request.each)
     for stage, interface in enumerate(interfaces):
         if ranks_here(config, request, stage):

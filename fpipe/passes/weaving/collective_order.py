@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...errors import MismatchError
 from ...lowering.builder import lower
 from ...lowering.instructions import Run
-from ...lowering.job import LoweringInput
+from ...lowering.job import Job
 from ...lowering.plan import Plan
 from .fused import Weaving
 from .members import gather_members
@@ -42,14 +42,14 @@ class Start(NamedTuple):
         )
 
 
-def in_one_order(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
+def in_one_order(jobs: Mapping[int, Job]) -> dict[int, Plan]:
     """The plans of the ranks of this process, with one order of collectives on every
     communicator.
     """
-    plans = {rank: lower(job, rank) for rank, job in inputs.items()}
+    plans = {rank: lower(job, rank) for rank, job in jobs.items()}
     reason = _difference(plans)
     if reason:
-        plans = {rank: lower(_in_turn(job, reason), rank) for rank, job in inputs.items()}
+        plans = {rank: lower(_in_turn(job, reason), rank) for rank, job in jobs.items()}
     reason = _difference(plans)  # others may have changed their order
     if reason:
         raise MismatchError(
@@ -59,7 +59,7 @@ def in_one_order(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
     return plans
 
 
-def _in_turn(job: LoweringInput, reason: str) -> LoweringInput:
+def _in_turn(job: Job, reason: str) -> Job:
     """The same without weaves."""
     features = [Weaving(reason) if isinstance(one, Weaving) else one for one in job.features]
     return replace(job, features=tuple(features))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.flop_counter import flop_registry
 
-from ...programs.internals import Op, is_collective, mutates, returns_views
+from ...programs.internals import TorchOp, is_collective, mutates, returns_views
 from ...programs.operations import Operation, Value, fill
 from ...tree import Aval
 
@@ -99,7 +99,7 @@ def nanoseconds(one: Operation) -> int:
 
 def _is_free(one: Operation) -> bool:
     """Whether an operation computes nothing: a view, an item of a tuple, a collective."""
-    if isinstance(one.target, Op) and returns_views(one.target):
+    if isinstance(one.target, TorchOp) and returns_views(one.target):
         return not mutates(one.target)
     return _name(one) == "getitem" or is_collective(one.target)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ...actions.action import AnyAction
 from ...lowering.builder import Builder, Piece
-from ...lowering.job import LoweringInput
+from ...lowering.job import Job
 from ...lowering.keys import Key
 from ...lowering.plan import Feature, Plan
 from .search import weave
@@ -84,7 +84,7 @@ class _OnRank(Feature):
         return self.planned[same]
 
 
-def _obstacle(job: LoweringInput, action: AnyAction, runs: Sequence[Piece], exchanges: bool) -> str:
+def _obstacle(job: Job, action: AnyAction, runs: Sequence[Piece], exchanges: bool) -> str:
     """Why the programs of an action are not woven; "" where they are."""
     if job.strict:
         return "this backend takes messages in one order only"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from ...actions import Costs, Timeline, plain
+from ...actions import Costs, Timeline, unfused
 from ...schedule import Schedule
 from .hardware import GRADIENT, LATENCY, MEMORY, OPTIMIZER, PARAMETER, USABLE
 from .layout import Job, Layout
@@ -308,7 +308,7 @@ def _late(
         end = timeline.peak_bytes[rank] + sum(to_come.values())
         changes = [
             memory[op][stage] + (to_come.pop(stage, 0.0) if op in ("B", "W") else 0.0)
-            for stage, op, _ in plain(row)
+            for stage, op, _ in unfused(row)
         ]
         late.append(max(end - max(accumulate(changes)), 0.0))
     return late

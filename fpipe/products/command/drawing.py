@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ...actions import Per, plain, progress
+from ...actions import Per, progress, unfused
 from .. import pictures
 from ..pictures.labels import size_text
 from . import options
@@ -81,7 +81,7 @@ def draw(
     drawn = []
     for source in schedules:
         schedule = options.named_schedule(source, ranks, microbatches, stages, slices)
-        ops = {part.op for row in schedule for part in plain(row)}
+        ops = {part.op for row in schedule for part in unfused(row)}
         options.check(schedule, training=ops != {"F"})
         with options.as_usage_error():  # costs for another number of stages
             drawn.append(schedule.simulate(price, per=per))

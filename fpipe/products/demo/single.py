@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import tree
-from ...actions import plain
+from ...actions import unfused
 from ...schedule import Schedule
 from ...tree import Tree
 
@@ -63,7 +63,7 @@ def _sum(grads: Sequence[Tree], stage: int, schedule: Schedule) -> Tree:
     add = partial(tree.tree_map, torch.add)
     sums: list[Tree] = []
     for rank in schedule.placement.ranks_of(stage):
-        actions = [action for action in plain(schedule[rank]) if action.stage == stage]
+        actions = [action for action in unfused(schedule[rank]) if action.stage == stage]
         ordered = [grads[action.microbatch] for action in actions if action.op in "BW"]
         if ordered:
             sums.append(reduce(add, ordered))

@@ -19,7 +19,7 @@ from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
 from ... import Costs, Pipeline, Schedule, Stage, Timeline
-from ...actions import counted, number, plain
+from ...actions import counted, number, unfused
 from ...errors import FpipeError
 from ...tree import Tree, is_tensor, leaves
 from .. import pictures
@@ -83,7 +83,7 @@ def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | N
 
     figures = {name: ChainMap(*(one["figures"][name] for one in every)) for name in plans.figures}
     estimated = costs_of(figures, pipe.stages)
-    units = (part.microbatch for plan in plans.by_rank.values() for part in plain(plan.row))
+    units = (part.microbatch for plan in plans.by_rank.values() for part in unfused(plan.row))
     number = max(units) // pipe.config.slices + 1
     schedule = pipe.schedule(number)
     return Facts(

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from ... import Costs, Placement, Schedule, make_schedule
-from ...actions import as_costs, number, plain
+from ...actions import as_costs, number, unfused
 from ...collectives import Group
 from ...errors import ScheduleError, StageError
 from ..pictures.labels import aligned
@@ -154,7 +154,7 @@ def descends(schedule: Schedule) -> bool:
     """
     for row in schedule.rows:
         last: dict[int, int] = {}
-        for part in plain(row):
+        for part in unfused(row):
             if part.op in "BW":
                 if last.get(part.stage, -1) > part.microbatch:
                     return True

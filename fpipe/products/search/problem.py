@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ... import Action, Costs, Placement, Schedule
-from ...actions import Op, plain
+from ...actions import Op, unfused
 
 #: By rank, the numbers of its actions in order.
 Rows: TypeAlias = list[list[int]]
@@ -196,7 +196,7 @@ def rows_of(schedule: Schedule) -> Rows:
     return [
         [
             (op * stages + part.stage) * count + part.microbatch
-            for part in plain(row)
+            for part in unfused(row)
             for op in ops[part.op]
         ]
         for row in schedule.rows

@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from ... import Costs, Schedule
-from ...actions import feature
+from ...actions import load_pass
 from ...errors import ScheduleError
 from .bounds import Bound
 from .memory_limit import is_within
@@ -125,7 +125,7 @@ def solve_replicated(
     passes = [sum(work[s] for s in group) / 3 for group in found.groups]
     fitting: list[tuple[float, Schedule]] = []
     for name in NAMES:
-        schedule = feature("replicas").replicated(
+        schedule = load_pass("replicas").replicated(
             name, found.groups, found.copies, microbatches, passes
         )
         line = schedule.simulate(costs)

@@ -15,7 +15,7 @@ from random import Random
 from typing import TypeAlias
 
 from ... import Action, Costs, Fused, Schedule
-from ...actions import AnyAction, Row, plain
+from ...actions import AnyAction, Row, unfused
 from ...errors import ScheduleError
 from .annealing import anneal
 from .bounds import Bound
@@ -159,7 +159,7 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
 
 def _by_stage(row: Row) -> Row:
     """A row in which Is and Ws of one microbatch that follow each other are stage by stage."""
-    runs = groupby(plain(row), lambda action: (action.op in "IW", action.microbatch))
+    runs = groupby(unfused(row), lambda action: (action.op in "IW", action.microbatch))
     return tuple(
         a for (weighs, _), run in runs for a in sorted(run, key=lambda a: -a.stage * weighs)
     )
@@ -168,7 +168,7 @@ def _by_stage(row: Row) -> Row:
 def _joined(row: Row, join: Callable[[AnyAction, Action], AnyAction | None]) -> Row:
     """A row in which two actions that follow each other are one where ``join`` returns it."""
     result: list[AnyAction] = []
-    for action in plain(row):
+    for action in unfused(row):
         both = join(result[-1], action) if result else None
         if both is None:
             result.append(action)
