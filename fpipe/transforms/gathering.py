@@ -21,9 +21,12 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
 
     Args:
         group: the processes; each of them calls with trees of the same form. Gradients of
-            ``fpipe.copies(zero=1)`` or more are means already, each process's of another part.
+            ``fpipe.copies(zero=1)`` or more are shards, and means already.
         dtype: in which gradients are sent and added, by default each leaf's; the result has the
             leaf's dtype.
+
+    Raises:
+        StageError: if the leaves are such shards.
 
     >>> from fpipe import local
     >>> mean_over(local(1)).update([torch.ones(2), None], ())
