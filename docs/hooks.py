@@ -1027,6 +1027,7 @@ BOOST = {
     "reference/pipelines.md": 2,
     "howto/checkpoints.md": 2,
     "howto/choose.md": 3,
+    "howto/memory.md": 2,
     "glossary.md": 4,
     "changelog.md": 0.5,
 }

@@ -78,7 +78,14 @@ FIRST = {
     "clip gradients": "howto/training.html#clipping",
     "clip gradient norm": "howto/training.html#clipping",
     "checkpoint": "howto/checkpoints.html",
+    "freeze layers": "faq.html#how-do-i-freeze-layers",
+    "frozen": "howto/model.html#freeze-layers",
+    "nan loss": "faq.html#the-loss-is-nan",
+    "why is the first step slow": "faq.html#why-is-the-first-step-slow",
+    "zero bubble": "howto/choose.html#zero-bubble-schedules",
 }
+#: a query whose words are in all pages -> places that are not among the first pages
+NOISE = {"out of memory": "howto/cluster.html reference/interop.html howto/pipelining.html"}
 #: questions as people ask them -> places of which one is first on the first or the second page
 QUESTIONS = {
     "which schedule should I use": "howto/choose.html",
@@ -129,6 +136,9 @@ def test_search_finds_what_people_type(site: Path):
     for query, places in QUESTIONS.items():
         tops = [page[0] for page in found[query][:2]]
         assert any(top.startswith(tuple(places.split())) for top in tops), f"{query}: {tops}"
+    for query, places in NOISE.items():
+        tops = [page[0] for page in found[query][:PAGES]]
+        assert not any(top.startswith(tuple(places.split())) for top in tops), f"{query}: {tops}"
 
 
 class Links(HTMLParser):
