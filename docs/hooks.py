@@ -281,13 +281,17 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         timeline = schedule.simulate(per="rank")
         facts = FACTS[name]
         pictures[f"zoo/{name}.svg"] = svg(timeline)
+        pictures[f"zoo/{name}-phone.svg"] = svg(timeline, width=390)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
         lines += [
             f"## {name}",
             "",
             about_schedule(name).replace("``", "`"),
             "",
-            f"![{name}, {P} ranks, {M} microbatches](zoo/{name}.svg)",
+            "<picture>",
+            f'  <source media="(max-width: 600px)" srcset="zoo/{name}-phone.svg">',
+            f'  <img src="zoo/{name}.svg" alt="{name}, {P} ranks, {M} microbatches">',
+            "</picture>",
             "",
             "| | |",
             "|---|---|",
@@ -312,11 +316,11 @@ def _module_of(name: str) -> Any:
     ]
 
 
-def svg(timeline: fpipe.Timeline) -> bytes:
+def svg(timeline: fpipe.Timeline, width: float | None = None) -> bytes:
     """The SVG picture of a timeline."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "picture.svg")
-        timeline.save(path)
+        timeline.save(path, width=width)
         return path.read_bytes()
 
 

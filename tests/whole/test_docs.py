@@ -253,6 +253,7 @@ def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
     assert set(hooks.FACTS) == BUILT_IN
     for name, facts in hooks.FACTS.items():
         assert f"## {name}\n" in page and pictures[f"zoo/{name}.svg"].startswith(b"<svg")
+        assert b'width="390"' in pictures[f"zoo/{name}-phone.svg"]
         assert facts.arxiv in page
     table = (ROOT / "README.md").read_text()
     assert f"| {len(hooks.FACTS)} | 7 | 2 |" in table, "the README counts the schedules"

@@ -212,6 +212,31 @@ def test_front_page_fits_a_phone(site: Path, browser: Any):
     assert hints and all("Scroll the table sideways" in hint for hint in hints)
 
 
+def test_a_phone_has_pictures_of_schedules_of_its_width(site: Path, browser: Any):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site / "zoo.html").as_uri())
+    shown = page.evaluate(
+        "[...document.querySelectorAll('article img')].map(e => e.currentSrc.split('/').at(-1))"
+    )
+    page.close()
+    assert len(shown) == 20 and all(name.endswith("-phone.svg") for name in shown)
+
+
+def test_the_drawer_of_a_phone_says_where_all_sections_are(site: Path, browser: Any):
+    """It begins in the section of the page, and an arrow leads to the others."""
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site / "index.html").as_uri())
+    page.click("header label[for=__drawer]")
+    arrow = page.locator('.md-nav[data-md-level="1"] > label[for=__nav_1]')
+    said = arrow.evaluate("e => getComputedStyle(e, '::before').content")
+    page.wait_for_timeout(500)  # until the drawer stands
+    arrow.click()
+    page.locator("label.md-nav__link", has_text="Other libraries").click(timeout=5000)
+    page.locator("a.md-nav__link", has_text="torchtitan").wait_for(timeout=5000)
+    page.close()
+    assert said == '"All sections"'
+
+
 def test_errors_that_a_page_shows_fit_a_phone(site: Path, browser: Any):
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.goto((site / "sharp.html").as_uri())
