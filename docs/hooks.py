@@ -342,9 +342,9 @@ ABOUT = {
     "gradients.",
     "stages": "A stage is a function of its parameters and its input. Modules are cut into stages, "
     "batches into microbatches.",
-    "schedules": "A schedule is a table of actions, with one row for each rank. This page has "
-    "actions, placements, which say what rank has which stage, and the functions that make "
-    "schedules.",
+    "schedules": "A schedule is a table of actions, with one row for each rank. This page has the "
+    "functions that make schedules, then actions, and placements, which say what rank has which "
+    "stage.",
     "simulation": "`Costs` say what actions take. `Schedule.simulate(costs)` returns a `Timeline`. "
     "`solve` searches for a schedule, `balance` for equal stages.",
     "ranks": "A group has the ranks of a pipeline, in this process or in many. Each has a device.",
@@ -363,10 +363,8 @@ SECTIONS = {
     "Modules": ("stages", "from_module to_module"),
     "Batches": ("stages", "Microbatches elsewhere pack pad"),
     "Programs of a stage": ("stages", "Programs trace"),
-    "Actions, placements and schedules": (
-        "schedules",
-        "Action Fused Placement Schedule Slice make_schedule register_schedule schedule_names",
-    ),
+    "Schedules": ("schedules", "make_schedule schedule_names register_schedule Schedule"),
+    "Actions and placements": ("schedules", "Action Fused Slice Placement"),
     "Costs and times": ("simulation", "Costs Timeline"),
     "Search": ("simulation", "Solved balance solve"),
     "Ranks and processes": ("ranks", "adopt elastic init launch local"),
@@ -450,6 +448,11 @@ def _line(page: str, name: str, value: Any) -> str:
     return f"* [`{name}`](reference/{page}.md#{name}): {re.split(r'(?<=[.]) ', text)[0]}"
 
 
+#: What ``**name`` of a signature is, which says nothing by itself.
+MORE = {
+    "fpipe.pipeline": "`**more` are options of passes: `order=`, in which order a rank runs its "
+    "actions."
+}
 #: Classes that only the library creates: they have no signature in the reference.
 RETURNED = (
     "fpipe.Pipeline",
@@ -551,6 +554,8 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     lines = [f"{level} {heading} {{#{name.replace('_' * 2, '')}}}", ""]
     if callable(value) and name not in RETURNED:
         lines += [linked_signature(name, value), ""]
+    if name in MORE:
+        lines += [MORE[name], ""]
     lines += [text_of(value, name), "", *result(name, level)]
     for base in bases(value).values() if inspect.isclass(value) else ():
         lines += [f"It has all members of {_linked(base, f'fpipe.{base}')} too.", ""]

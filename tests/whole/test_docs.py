@@ -18,6 +18,7 @@ import pytest
 import doc_pages
 import fpipe
 from doc_pages import ROOT, blocks, continues, run, run_as_script, run_strictly
+from fpipe.engine.options import PASSES
 from fpipe.generators import catalogue, orders_slices
 from sample import mostly
 
@@ -193,6 +194,17 @@ def test_reference_has_every_public_name(hooks: ModuleType, monkeypatch: pytest.
     hidden = ModuleType("hidden")
     with pytest.raises(ValueError, match="has no docstring"):
         hooks.text_of(hidden, "hidden")
+
+
+def test_reference_begins_with_what_a_user_calls(hooks: ModuleType):
+    pages = hooks.reference()
+    names = re.findall(r"^### fpipe\.(\w+) ", pages["reference/schedules.md"], re.M)
+    assert names[:2] == ["make_schedule", "schedule_names"]
+    text = pages["reference/pipelines.md"].partition("{#fpipe.pipeline}")[2]
+    before = text.partition("A function of `(params, x, *targets)`")[0]
+    said = before.partition("</div>")[2]
+    assert said.startswith("\n\n`**more` are options of passes: ")
+    assert [name for name in PASSES if f"`{name}=`" not in said] == []
 
 
 #: task -> the example, by words that one searches for
