@@ -135,13 +135,17 @@ function sceneOf(name, microbatches, order, costs) {
     });
   });
   const lengths = lanes.flatMap((lane) => lane.end.map((end, k) => end - lane.start[k])).filter((one) => one > 0).sort((a, b) => a - b);
-  const peak = Math.max(...lanes.map((lane) => lane.peak)), each = paths[0].length / lanes.length;
+  const peak = Math.max(...lanes.map((lane) => lane.peak));
   const used = palette.filter((entry) => rows.some((row) => row.some((action) => action.some(({op}) => op === entry.key[0]))));
-  const takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
+  let takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
+  if (count > 1) {  // the words of units() in fpipe/products/pictures/labels.py
+    const [least, most] = [Math.min, Math.max].map((of) => number(of(...busy) / microbatches));
+    takes += `: ${least === most ? least : `${least} to ${most}`} in all for a microbatch${least === most ? "" : ", by rank"}`;
+  }
   return finish({
     label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "microbatches",
     figures: [["total", number(total)], ["bubble", percent(Math.max(bubble, 0))], ["peak", held(peak, {memoryUnit: "microbatches"})]],
-    notes: ["", `${each === 1 ? "The stage" : `Each of the ${number(each)} stages`} of a rank takes ${takes}.`],
+    notes: ["", `${count === 1 ? "A rank's stage" : `Each of a rank's ${count} stages`} takes ${takes}.`],
     microbatches, cell: lengths[Math.floor(lengths.length / 20)] || 1, mean: lengths.reduce((a, b) => a + b, 0) / lengths.length || 1, palette,
   });
 }
@@ -201,7 +205,7 @@ window.fpipe.simulate = (name, key, costs) => {
 };
 window.fpipe.scene = (name, key, costs) => {
   const scene = sceneOf(name, +key.split(",")[1], contents.schedules[name][key], costs);
-  return {figures: Object.fromEntries(scene.figures), idle: scene.lanes.map((lane) => lane.idle),
+  return {figures: Object.fromEntries(scene.figures), units: scene.notes.at(-1), idle: scene.lanes.map((lane) => lane.idle),
     peaks: scene.lanes.map((lane) => lane.peak), names: scene.lanes.map((lane) => lane.names),
     causes: scene.lanes.map((lane) => [...lane.cause].map(([k, {rank, index}]) => [k, rank, index]))};
 };
