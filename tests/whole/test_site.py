@@ -212,6 +212,17 @@ def test_front_page_fits_a_phone(site: Path, browser: Any):
     assert hints and all("Scroll the table sideways" in hint for hint in hints)
 
 
+def test_the_comparison_fits_a_small_window(site: Path, browser: Any):
+    page = browser.new_page(viewport={"width": 980, "height": 844})
+    page.goto((site / "index.html").as_uri())
+    page.wait_for_selector(".md-typeset__scrollwrap")
+    needed, there = page.evaluate(
+        "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.md-typeset__scrollwrap'))"
+    )
+    page.close()
+    assert needed <= there
+
+
 def test_a_phone_has_pictures_of_schedules_of_its_width(site: Path, browser: Any):
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.goto((site / "zoo.html").as_uri())
