@@ -241,7 +241,7 @@ def _overview(lane: Lane, layout: _Layout, painted: bool) -> Line:
         column[""] = 1 - sum(column.values())
         for key, share in column.items():
             owed[key] += share
-        key = max((key for key in column if column[key] > 0), key=owed.__getitem__, default="")
+        key = max((key for key in column if column[key] > 1e-9), key=owed.__getitem__, default="")
         owed[key] -= 1
         letter = _by_chunk(key[0], key) if key else " " if painted else "."
         if key[:1] == "t":

@@ -288,6 +288,16 @@ def test_a_folded_text_names_the_actions_beside_the_break():
         assert "F2- B" in before and "F63 B6" in after, row
 
 
+def test_an_overview_has_no_idle_time_where_there_is_no_bubble():
+    """The rest of a busy column was 1e-16, and was drawn as the idle time of the warm-up."""
+    t = timeline("ZBV", 16, 64)
+    assert t.bubble == 0
+    for lines in (0, 20):
+        text = terminal.paint(scenes(t), 80, lines=lines)
+        for cells in lanes(text, 16).values():
+            assert "F" in cells and "." not in cells.strip(". ")
+
+
 @pytest.mark.parametrize(("name", "width"), [("1F1B", 80), ("ZBV", 120), ("ZBV", 160)])
 def test_a_strip_has_one_line_a_rank(name: str, width: int):
     measured = replace(timeline(name, costs="comm=3"), unit="ms", memory={})
