@@ -134,10 +134,12 @@ def _layout(
         if panels * tall <= min(budget, lines):
             even = ceil(cells / panels - 1e-9) * need  # cut between cells
             return _Layout(colours, margin, detail, need / cell, even, panels)
-    panels = ceil(cells / columns - 1e-9)
-    if panels <= 1 or panels * tall <= lines:  # a column for each cell
-        return _Layout(colours, margin, 0, 1 / cell, ceil(cells / panels), panels)
-    return _Layout(colours, margin, 0, columns / cells / cell, columns, 1)
+    # cells to a column: a whole number, so that repetitions look alike; a strip fills its width
+    count = 1.0 if lines else max(cells / columns, 1.0)
+    while (panels := ceil(cells / count / columns - 1e-9)) > 1 and panels * tall > lines:
+        count += 1
+    even = ceil(cells / count / panels - 1e-9)
+    return _Layout(colours, margin, 0, 1 / cell / count, even, panels)
 
 
 def _axis(

@@ -298,6 +298,15 @@ def test_an_overview_has_no_idle_time_where_there_is_no_bubble():
             assert "F" in cells and "." not in cells.strip(". ")
 
 
+@pytest.mark.parametrize(("ranks", "panels"), [(16, 2), (32, 1)])
+def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, panels: int):
+    """A column of 3.2 actions made noise of lanes that repeat."""
+    text = pictures.draw(timeline("ZBV", ranks, 4 * ranks), width=80, color=False)
+    (column,) = re.findall(r"a column is (\S+) of time", text)
+    assert float(column) % 0.5 == 0
+    assert text.count("\nrank 3 ") == panels
+
+
 @pytest.mark.parametrize(("name", "width"), [("1F1B", 80), ("ZBV", 120), ("ZBV", 160)])
 def test_a_strip_has_one_line_a_rank(name: str, width: int):
     measured = replace(timeline(name, costs="comm=3"), unit="ms", memory={})
