@@ -162,7 +162,8 @@ def units(scene: Scene) -> str:
     if not lengths:
         return f"Times are in {t.unit or 'the unit of the costs'}."
     if count > 1:
-        lengths += f": {number(sum(t.busy) / t.ranks / t.microbatches)} in all for a microbatch"
+        whole = _range([busy / t.microbatches for busy in t.busy])
+        lengths += f": {whole} in all for a microbatch" + ", by rank" * (" " in whole)
     return f"{stages} takes {lengths}{t.unit and ', in '}{t.unit}."
 
 

@@ -577,6 +577,9 @@ def test_units_and_what_they_mean_are_on_the_picture():
     assert "F 0.5, I 0.5, W 0.5: 3 in all for a microbatch" in words(
         timeline(costs="F=.5,I=.5,W=.5")
     )
+    assert "F 0.33 to 2, I 1, W 1: 4.83 to 7 in all for a microbatch, by rank." in words(
+        timeline(costs="F=.33:1:1:1:2:2:1:.5")
+    )
     for costs in ("", "saved=.5"):  # of each of two stages
         assert ", peak 4 microbatches" in words(timeline(costs=costs))
     assert ", peak 1 microbatch" in words(timeline("1F1B", 1, 2)).replace("microbatches", "")
