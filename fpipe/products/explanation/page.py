@@ -215,7 +215,7 @@ class Explanation:
                 f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
                 "<h3>What to change first</h3>",
                 *(f"<p>{_with_code(line)}</p>" for line in self._advice),
-                pictures.figure(self.timeline, titled=False),
+                pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(f"<h3>{t}</h3>{pictures.table(*rows)}" for t, rows in self._tables.items()),
             ]
         )

@@ -215,11 +215,12 @@ def colours_of(console: Console) -> str:
 
 
 # ---- pieces of HTML for notebooks ----
-def figure(timeline: Timelines, titled: bool = True) -> str:
+def figure(timeline: Timelines, titled: bool = True, unit: str = "") -> str:
     """A picture as wide as its cell, and another one for a cell of a phone, where all letters would
-    be too small. The first one scrolls sideways where it is less than 600 pixels.
+    be too small. The first one scrolls sideways where it is less than 600 pixels. ``unit`` is that
+    of what ranks hold; by default it follows from the amounts.
     """
-    whole = scenes(timeline)
+    whole = [replace(scene, unit=unit or scene.unit) for scene in scenes(timeline)]
     drawings: list[str] = []
     for kind, width in CELLS.items():
         look = Look(width=width, titled=titled)
