@@ -402,6 +402,22 @@ def test_the_critical_path_and_the_messages_are_those_of_the_timeline(view: Open
     assert sent == t.messages
 
 
+def test_lines_are_not_drawn_over_the_names_of_ranks(view: Open):
+    page = view(zbv(""))
+    margin = "fpipe.paint(), Array.from(document.getElementById('lanes').getContext('2d')" + (
+        ".getImageData(0, 40, 80, 300).data)"
+    )
+    page.keyboard.press("/")
+    page.keyboard.type("6I3")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    plain = page.evaluate(margin)
+    page.keyboard.press("e")
+    page.keyboard.press("c")
+    assert page.evaluate("fpipe.state.messages && fpipe.state.critical && fpipe.state.from > 0")
+    assert page.evaluate(margin) == plain
+
+
 def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Path):
     first, second = (
         make_schedule(name, 4, 8).simulate(Costs(saved=1)) for name in ("1F1B", "ZBH1")

@@ -90,6 +90,9 @@ function paintLanes(canvas, state) {
     if (row.title) paintTitle(pen, row, y, state);
     else paintRow(pen, row, y, view, state);
   }
+  pen.beginPath();
+  pen.rect(view.left - 2, view.top, view.width + 4, height - view.top);  // what follows is not over the names of ranks
+  pen.clip();
   if (state.messages) paintMessages(pen, view, state);
   if (state.critical) paintCritical(pen, view, state);
   if (state.hover) paintOutline(pen, state.hover, view, state, theme.ink, 1.5);
