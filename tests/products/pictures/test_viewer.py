@@ -266,6 +266,18 @@ def test_help_lists_the_keys(view: Open):
     assert page.is_hidden("#group")
 
 
+def test_help_on_a_touch_screen_begins_with_gestures(view: Open):
+    """They stood below the keys, cut off."""
+    for mobile in (False, True):
+        page = view(zbv(), is_mobile=mobile, has_touch=mobile)
+        page.set_viewport_size({"width": 390, "height": 780})
+        page.click("#ask")
+        top, keys = (page.locator(f"#help {tag}").bounding_box()["y"] for tag in ("p", "dl"))
+        assert (top < keys) is mobile
+        page.click("#ask")
+        assert page.is_hidden("#help")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_follows_the_readers_light(view: Open, scheme: str):
     page = view(zbv(), color_scheme=scheme)
