@@ -142,7 +142,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
         axisbelow=True,
     )
     if fold := scenes[0].fold:
-        _ticks(axes, scenes[0], fold.microbatches, labels.step_of(70 / f.scale))
+        _ticks(axes, scenes[0], fold.microbatches, labels.step_of(45 / f.scale))
     _label(axes, ticks, colours["ink"], font)
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
@@ -203,7 +203,7 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
                 alpha=PALE.get(shape.colour),
             )
             if shape.colour == "curve":
-                axes.step(times, heights, where="post", color=colour, linewidth=0.6)
+                axes.step(times, heights, where="post", color=colour, linewidth=0.6, zorder=1)
     corners = [
         [place(*corner) for corner in ((a, top), (b, top), (b, top + high), (a, top + high))]
         for a, b, top, high, *_ in boxes

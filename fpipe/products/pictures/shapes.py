@@ -167,6 +167,11 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
                 if not scene.is_hidden(time)
             ]
             yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
+        if fold := scene.fold:  # over all else
+            at = (fold.start + fold.end) / 2
+            room = fold.gap * f.scale
+            yield Rect(fold.start, fold.end, y, f.pitch, "faint")
+            yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "faint", room)
 
 
 def envelope(curve: Points, length: float) -> Points:
@@ -186,11 +191,6 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         hint = f"idle {labels.time(gap.end - gap.start, scene)}: {CAUSES[gap.cause]}"
         if not scene.is_hidden(gap.start, gap.end):
             yield Rect(gap.start, gap.end, y, f.lane, gap.cause, hint if f.hints else "")
-    if fold := scene.fold:
-        at = (fold.start + fold.end) / 2
-        room = fold.gap * f.scale
-        yield Rect(fold.start, fold.end, y, f.pitch, "faint")
-        yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "faint", room)
     for bar in lane.bars:
         if scene.is_hidden(bar.start, bar.end):
             continue

@@ -804,6 +804,27 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     assert axes.get_xlim()[1] == pytest.approx(whole.total)  # axes of a caller are those of time
 
 
+def test_what_is_left_out_is_over_the_memory():
+    """The strip of memory shone through the band."""
+    t = timeline("ZBV", 16, 64)
+    (short,) = drawn = shortened(scenes(t), Look())
+    frame = shapes.frame(drawn, Look(), 900, 14)
+    kinds = [shape.colour for shape in shapes.shapes(short, frame)]
+    assert kinds.index("curve") < kinds.index("faint")
+    axes = plotting.plot(drawn, Look(), plotting.new_axes(Figure(), drawn, Look()))
+    (bars,) = (one for one in axes.collections if type(one) is PolyCollection)
+    assert all(line.get_zorder() <= bars.get_zorder() for line in axes.lines)
+
+
+def test_the_times_of_a_narrow_paper_are_not_few():
+    """Beside what is left out they were 0, 50 and 200."""
+    look = Look(paper=True, width=3.4 * 96)
+    drawn = shortened(scenes(timeline("1F1B", 16, 64)), look)
+    axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
+    times = [label.get_text() for label in axes.get_xticklabels()]
+    assert times == ["0", "20", "40", "200", "220"]
+
+
 def test_bars_beside_what_is_left_out_are_rectangles_in_figures():
     look = Look(memory=False, paper=True)
     drawn = shortened(scenes(timeline("1F1B", 16, 64)), look)
