@@ -235,7 +235,7 @@ def tints(scenes: Scenes) -> Iterator[Entry]:
     last = scenes[-1]
     if not last.against:
         return
-    yield (), f"{last.name}: when an action ends, against {last.against.name}:"
+    yield (), f"ends of {last.name}'s actions, against {last.against.name}:"
     for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
         tint = int(key[1:])
         step = abs(tint - SAME)

@@ -265,31 +265,28 @@ def _legend(
 ) -> Iterator[Line]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     entries = [*labels.kinds(scenes, not layout.colours)]
-    entries += labels.tints(scenes)
-    items: list[Line] = []
-    for keys, text in entries:
+    texts: list[str] = []
+    if not layout.colours:
+        if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
+            texts.append(labels.SMALL)
+        texts += [text for text in MARKS if text[0] in marks]
+    if layout.detail == 3:
+        texts.append(labels.NAMES[2])
+    if not layout.detail:
+        texts.append(
+            f"a column is {labels.time(1 / layout.scale, scenes[0])} of time; "
+            "its letter: what fills most of it"
+        )
+    entries += [((), text) for text in texts]
+    line: Line = []
+    for keys, text in [*entries, *labels.tints(scenes)]:
         swatch = [
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]
         if keys and not layout.colours:
             swatch = _cells(ENDS[int(keys[0][1:])] + ":" if keys[0][0] == "t" else keys[0][0])
-        items.append(swatch + _cells(f" {text}"[not keys :]))
-    if not layout.colours:
-        if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
-            items.append(_cells(labels.SMALL))
-        items += [_cells(text) for text in MARKS if text[0] in marks]
-    if layout.detail == 3:
-        items.append(_cells(labels.NAMES[2]))
-    if not layout.detail:
-        items.append(
-            _cells(
-                f"a column is {labels.time(1 / layout.scale, scenes[0])} of time; "
-                "its letter: what fills most of it"
-            )
-        )
-    line: Line = []
-    for item in items:
-        if line and len(line) + 2 + len(item) > width:
+        item = swatch + _cells(f" {text}"[not keys :])
+        if line and (text.endswith(":") or len(line) + 2 + len(item) > width):
             yield line
             line = []
         line += _cells("  " if line else "") + item[:width]

@@ -8,6 +8,7 @@ import re
 import sys
 from array import array
 from dataclasses import replace
+from html import escape
 from itertools import combinations, pairwise
 from math import dist
 from pathlib import Path
@@ -365,6 +366,17 @@ def test_an_overview_of_differences_has_no_letters():
     assert re.sub(r"\x1b\[[0-9;]*m", "", row).strip() == "rank 3"
 
 
+def test_the_legend_of_a_difference_in_plain_text_begins_with_the_name_of_its_rows():
+    """Letters for times and letters for stages stood in one running paragraph."""
+    text = pictures.draw(
+        [timeline("1F1B"), timeline("ZBV")], width=80, color=False, look=Look(difference=True)
+    )
+    assert text.count("\n  ends ") == 4
+    above, _, below = text.partition("\n\nF forward ")[2].partition("\nends of ZBVZeroBubble's")
+    assert "small letters: a rank's other stage" in above and "earlier" not in above
+    assert " actions, against 1F1B:  b: 6.25 to 12.5 earlier\na: up to" in below
+
+
 def test_columns_are_times():
     text = pictures.draw(timeline("1F1B", 3, 3), width=200, color=False).splitlines()
     axis, rank0, _, rank2 = text[4:8]
@@ -629,8 +641,8 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     timeline("ZBV").save(tmp_path / "a.svg", against=timeline("1F1B"))
     text = (tmp_path / "a.svg").read_text()
     assert "ZBVZeroBubble against 1F1B" in text and ">at the same time<" in text
-    heading = "ZBVZeroBubble: when an action ends, against 1F1B:"
-    assert f">{heading}<" in text and "of the same layers" in text
+    heading = "ends of ZBVZeroBubble's actions, against 1F1B:"
+    assert f">{escape(heading)}<" in text and "of the same layers" in text
     steps = re.findall(r">(?:up|([\d.]+)) to ([\d.]+) (earlier|later)<", text)
     shifts = re.findall(r"\d+[FIWB]\d: [\d.]+ to [^<]*; ([\d.]+) (earlier|later) than", text)
     for by, way in shifts:  # the legend has a step for every shift, and none without one

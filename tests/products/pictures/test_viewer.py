@@ -442,7 +442,7 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     page.close()
     for meaning in (
         "1F1B:",
-        "ZBH1: when an action ends, against 1F1B:",
+        "ends of ZBH1's actions, against 1F1B:",
         "5.25 to 7 earlier",
         "at the same time",
     ):
