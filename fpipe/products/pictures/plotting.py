@@ -91,7 +91,7 @@ def _heading(scene: Scene, look: Look, width: float) -> list[str]:
     """The lines above a scene; for a paper its name, total and bubble."""
     texts = [labels.title(scene), *labels.summary(scene), *labels.notes(scene)]
     if look.paper:
-        texts = [f"{scene.name}: {', '.join(map(' '.join, labels.facts(scene)[:2]))}"]
+        texts = [scene.name, ", ".join(map(" ".join, labels.facts(scene)[:2]))]
     return [line for text in texts for line in wrapped(text, 13, width)]
 
 
@@ -123,8 +123,8 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
         axes.axhspan(y - above / f.pitch, y, color=colours["paper"])  # over the grid
         title, *notes = _heading(scene, look, width)
         top = int(not look.paper and y == 0)  # a line for the axis
-        write(axes, notes, y, top, color=colours["ink"], fontsize=font)
         if len(scenes) > 1 or not look.paper:
+            write(axes, notes, y, top, color=colours["ink"], fontsize=font)
             size = font if look.paper else 10
             top += len(notes)
             write(axes, [title], y, top, color=colours["ink"], fontsize=size, weight="bold")

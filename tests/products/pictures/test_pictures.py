@@ -882,7 +882,7 @@ def test_a_picture_for_a_paper_has_its_width_and_letters_of_seven_points(
     assert [t.get_text() for t in axes.texts if t.get_text()] == (
         []
         if len(names) == 1
-        else ["1F1B: total 33, bubble 27.3%", "ZBVZeroBubble: total 51, bubble 0%"]
+        else ["total 33, bubble 27.3%", "1F1B", "total 51, bubble 0%", "ZBVZeroBubble"]
     )
     capital = TextPath((0, 0), "0", size=7).get_extents().height
     for one in axes.collections:
