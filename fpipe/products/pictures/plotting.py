@@ -9,9 +9,11 @@ imported when it is needed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
+from math import ceil
 from typing import Any
 
 from matplotlib import rc_context
@@ -244,41 +246,55 @@ def _legend(
     below: float,
     font: float,
 ) -> None:
-    """The legend below the axes, by a share of their height."""
-    handles: list[tuple[Patch, ...]] = []
-    texts: list[str] = []
+    """The legend below the axes, by a share of their height; below each heading it is another
+    one.
+    """
+    parts: defaultdict[str, list[tuple[tuple[Patch, ...], str]]] = defaultdict(list)
+    heading = ""
     for keys, text in entries:
-        letters = [key[0] * (len(keys) == 1 and key[0] in OPS) for key in keys]
-        if not keys and ": " in text[:6]:  # such as "F0: F of microbatch 0"
-            sample, text = text.split(": ")
-            keys = ("paper",)
-            letters = [sample]
+        if text.endswith(":"):
+            heading = text
+            continue
+        if keys == ("warmup",):
+            heading = ""
         swatches = [
-            Patch(color=colours[key], alpha=PALE.get(key), label=letter)
-            for key, letter in zip(keys, letters, strict=True)
+            Patch(
+                color=colours[key],
+                alpha=PALE.get(key),
+                label=key[0] * (len(keys) == 1 and key[0] in OPS),
+            )
+            for key in keys
         ]
-        handles.append(tuple(swatches) or (Patch(alpha=0),))
-        texts.append(text)
-    for columns in range(len(texts), 0, -1):  # as many as fit; their rows are in order
-        order = [k for first in range(columns) for k in range(first, len(texts), columns)]
-        legend = axes.legend(
-            [handles[k] for k in order],
-            [texts[k] for k in order],
-            loc="upper left",
-            bbox_to_anchor=(0, -below),
-            borderaxespad=0,
-            borderpad=0,
-            ncols=columns,
-            columnspacing=0.9,
-            handlelength=1.2,
-            handleheight=0.9,
-            frameon=False,
-            fontsize=font,
-            labelcolor=colours["ink"],
-            handler_map={tuple: HandlerTuple(None, pad=0), Patch: _Lettered()},
-        )
-        if legend.get_window_extent().width <= axes.get_window_extent().width:
-            break
+        parts[heading].append((tuple(swatches) or (Patch(alpha=0),), text))
+    window = axes.get_window_extent()
+    for heading, part in parts.items():
+        if before := axes.get_legend():
+            axes.add_artist(before)
+        box = window
+        for rows in range(1, len(part) + 1):  # as few as fit
+            legend = axes.legend(
+                *zip(*part, strict=True),
+                loc="upper left",
+                bbox_to_anchor=(0, -below),
+                borderaxespad=0,
+                borderpad=0,
+                ncols=ceil(len(part) / rows),
+                columnspacing=0.9,
+                handlelength=1.2,
+                handleheight=0.9,
+                frameon=False,
+                fontsize=font,
+                labelcolor=colours["ink"],
+                title=heading,
+                title_fontsize=font,
+                alignment="left",
+                handler_map={tuple: HandlerTuple(None, pad=0), Patch: _Lettered()},
+            )
+            legend.get_title().set_color(colours["ink"])
+            box = legend.get_window_extent()
+            if box.width <= window.width:
+                break
+        below += 1.2 * box.height / window.height
 
 
 class _Lettered(HandlerPatch):

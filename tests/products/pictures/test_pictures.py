@@ -19,6 +19,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 from PIL import Image, ImageFont
@@ -776,6 +777,34 @@ def test_the_legend_for_a_paper_has_the_columns_that_fit():
     drawn, figure = scenes(timeline("DualPipeV", 8, 20)), Figure()
     axes = plotting.plot(drawn, look, plotting.new_axes(figure, drawn, look))
     assert axes.get_legend()._ncols == 2
+
+
+@pytest.mark.parametrize("look", [Look(), Look(paper=True, width=3.4 * 96)])
+def test_each_heading_of_a_legend_is_over_its_entries(look: Look):
+    """A grid over all of them had forward and backward of the first schedule beside the heading of
+    the second one.
+    """
+    drawn, figure = scenes([timeline("1F1B"), timeline("ZBV")], difference=True), Figure()
+    axes = plotting.plot(drawn, look, plotting.new_axes(figure, drawn, look))
+    figure.draw_without_rendering()
+    legends = [one for one in axes.get_children() if isinstance(one, Legend)]
+    legends.sort(key=lambda legend: -legend.get_window_extent().y1)
+    heads = [legend.get_title().get_text() for legend in legends]
+    assert heads == ["1F1B:", "ends of ZBVZeroBubble's actions, against 1F1B:", ""]
+    words = [[text.get_text() for text in legend.get_texts()] for legend in legends]
+    assert words[0] == ["forward", "backward"] and words[2][0] == "idle: warm-up"
+    assert words[1][0].endswith(" earlier") and words[1][-1].endswith(" later")
+    boxes = [legend.get_window_extent() for legend in legends]
+    assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
+    if look.paper:
+        assert legends[1]._ncols == 2
+
+
+def test_no_entry_of_a_legend_is_alone_in_its_row():
+    drawn, figure = scenes(timeline("ZBV")), Figure()
+    axes = plotting.plot(drawn, Look(), plotting.new_axes(figure, drawn, Look()))
+    legend = axes.get_legend()
+    assert (legend._ncols, len(legend.get_texts())) == (4, 8)
 
 
 # ---- the steady state ----
