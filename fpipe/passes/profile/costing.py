@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count
 from operator import add, itemgetter
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from ...actions.action import Action, AnyAction, Fused
 from ...actions.costs import Costs, PerStage
+from ...actions.text import number
 from ...actions.timeline import Timeline
 from .recording import Run
 
@@ -54,21 +56,33 @@ between: no instruction, the loop of the runner"""
 
 #: How a rank spends its own time, for which others may wait, and how that is said.
 _OWN = {
-    "start": "starts {} late",
-    "programs": "computes {} longer than the other ranks",
-    "between": "spends {} more than the other ranks between its instructions",
+    "start": "starts {} later",
+    "programs": "computes {} longer",
+    "between": "spends {} more between its instructions",
 }
 _LEAST = 0.05  #: of a step, for a rank to be named
 
 
-def in_ms(*times: float) -> Iterator[str]:
-    """Times in milliseconds, the largest with three digits or more, the others with its decimals.
+def in_ms(time: float) -> str:
+    """A time in milliseconds, as in pictures.
 
-    >>> list(in_ms(0.0123456, 0.002, 0.0)), *in_ms(1.23456)
-    (['12.3', '2.0', '-'], '1235')
+    >>> in_ms(0.0123456)
+    '12.35 ms'
     """
-    decimals = sum(1e3 * max(times, default=0) < limit for limit in (1, 10, 100))
-    return (f"{1e3 * time:.{decimals}f}" if time else "-" for time in times)
+    return f"{number(1e3 * time)} ms"
+
+
+def table_in_ms(head: str, columns: Mapping[str, Sequence[float]]) -> list[Sequence[object]]:
+    """The rows of a table of times by number, below their head: the longest with three digits or
+    more, all with its decimals.
+
+    >>> table_in_ms("stage", {"F": (0.0123456, 0.002), "I": (0.001, 0.0)})
+    [('stage', 'F', 'I'), (0, '12.3', '1.0'), (1, '2.0', '-')]
+    """
+    times = list(chain(*zip(*columns.values(), strict=True)))
+    decimals = sum(1e3 * max(times) < limit for limit in (1, 10, 100))
+    cells = iter([f"{1e3 * time:.{decimals}f}" if time else "-" for time in times])
+    return [(head, *columns), *zip(count(), *[cells] * len(columns), strict=False)]
 
 
 class Message(NamedTuple):
@@ -245,8 +259,8 @@ def length(runs: Sequence[Run]) -> float:
 
 
 def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float] = ()) -> str:
-    """The rank for which the others wait most, as a sentence. Its own times are compared with those
-    of the other ranks; others than that of programs count as far as the step is longer than
+    """The rank for which the others wait most, as a sentence. Its own times are compared with the
+    mean of the other ranks; others than that of programs count as far as the step is longer than
     ``simulated``. Of ranks in turn only the times count that they are ``busy`` in the simulation.
     """
     excess = defaultdict[tuple[int, str], list[float]](list)
@@ -257,7 +271,7 @@ def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float]
         for kind in _OWN:
             times = [one[kind] for one in spent]
             for rank, time in enumerate(times):
-                excess[rank, kind].append(time - median(times[:rank] + times[rank + 1 :]))
+                excess[rank, kind].append(time - fmean(times[:rank] + times[rank + 1 :]))
     whole = simulated if busy else median_low(map(length, steps))
 
     def share(which: tuple[int, str]) -> float:
@@ -271,15 +285,18 @@ def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float]
             f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a step. Idle "
             "time is that of the schedule."
         )
-    late_by, of_step = in_ms(median(excess[which]), whole)
+    late_by = in_ms(median(excess[which]))
     often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"
     text = (
-        f"Rank {rank} {_OWN[kind].format(f'{late_by} ms')} in {often}: {share(which):.0%} of a "
-        f"step of {of_step} ms. The others wait for it."
+        f"Rank {rank} {_OWN[kind].format(late_by)} than the mean of the other ranks in {often}: "
+        f"{share(which):.0%} of a step of {in_ms(whole)}. They wait for it."
     )
     if kind != "programs":
         return text
     times = defaultdict[int, float](float)
     for action, (start, end) in _times(steps[-1][rank]).items():
         times[action.stage] += end - start
-    return f"{text} Its longest stage is {max(times, key=times.__getitem__)}."
+    return (
+        f"{text} Its longest stage is {max(times, key=times.__getitem__)}. Move layers from its "
+        "stages to other ranks; fpipe.balance proposes cuts."
+    )

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
-from itertools import chain, count
+from itertools import chain
 from os import PathLike
 from statistics import median
 from textwrap import fill
@@ -35,7 +35,7 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, shares, timeline
+from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, shares, table_in_ms, timeline
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -106,15 +106,15 @@ class Profile:
     def _headline(self) -> str:
         steps = f"The median of {counted(len(self.runs), 'step')}"
         real, would = self.timeline, self.simulated
-        whole, took, at_once = in_ms(length(self._median), real.total, would.total)
+        whole, took, at_once = map(in_ms, (length(self._median), real.total, would.total))
         if self.in_turn:
             return (
-                f"{steps}: measured, ranks in turn: {took} ms; "
-                f"simulated, ranks at once: {at_once} ms, bubble {would.bubble:.1%}"
+                f"{steps}: measured, ranks in turn: {took}; "
+                f"simulated, ranks at once: {at_once}, bubble {would.bubble:.1%}"
             )
         return (
-            f"{steps}: measured: {took} ms, bubble {real.bubble:.1%}, whole step {whole} ms; "
-            f"simulated: {at_once} ms, {would.total / real.total:.1%} of the measured time"
+            f"{steps}: measured: {took}, bubble {real.bubble:.1%}, whole step {whole}; "
+            f"simulated: {at_once}, {would.total / real.total:.1%} of the measured time"
         )
 
     @property
@@ -210,22 +210,16 @@ class Profile:
         """Title -> the rows of a table below its head."""
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
         price = self._price
-        columns = {op: in_ms(*getattr(price, op)) for op in OPS if op in ran}
-        rows = zip(count(), *columns.values(), strict=False)
-        tables = {"Median times of actions by stage, in ms": [("stage", *columns), *rows]}
+        columns = {op: getattr(price, op) for op in OPS if op in ran}
+        tables = {"Median times of actions by stage, in ms": table_in_ms("stage", columns)}
         if self.in_turn:
             return tables
         parts = [shares(run) for run in self._median]
         sums = {name: sum(part[name] for part in parts) for name in dict.fromkeys(chain(*parts))}
         whole = sum(sums.values())
         seen = [name for name, time in sums.items() if time >= 5e-4 * whole]
-        of_ranks = (in_ms(*(part[name] for part in parts)) for name in seen)
-        return tables | {
-            "What each rank spends its time on, in ms": [
-                ("rank", *seen),
-                *zip(count(), *of_ranks, strict=False),
-            ]
-        }
+        times = {name: [part[name] for part in parts] for name in seen}
+        return tables | {"What each rank spends its time on, in ms": table_in_ms("rank", times)}
 
     @property
     def _verdict(self) -> Iterator[str]:
