@@ -41,7 +41,8 @@ Leg: TypeAlias = tuple[int, Op, Sequence[range]]
 
 def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
     """Two pipelines of 1F1B in opposite directions, every stage on two ranks: less idle time than
-    1F1B. Of an odd count of microbatches one more goes down than up.
+    1F1B with up to twice as many microbatches as ranks. Of an odd count of
+    microbatches one more goes down than up.
 
     >>> print(make_chimera(2, 2, 2))
     [0F0, 1F1, 1B1, 0B0]

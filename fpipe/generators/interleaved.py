@@ -85,8 +85,8 @@ def _looped(
 
 
 def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """1F1B over several stages a rank, for any number of microbatches: less idle time and more
-    memory than 1F1B.
+    """1F1B over several stages a rank, for any number of microbatches: less idle time than 1F1B;
+    more memory with more microbatches than ranks.
 
     >>> print(make_interleaved_one_f_one_b(2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]

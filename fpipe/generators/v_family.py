@@ -82,7 +82,8 @@ def v_half(p: int) -> Block:
 
 
 def make_v_min(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Zero bubble on a V within about a third of the memory of 1F1B, at more idle time than VHalf.
+    """Zero bubble on a V within a third of the memory of 1F1B and two microbatches, at more idle
+    time than VHalf.
 
     >>> print(make_v_min(1, 2, 2))
     [0F0, 1F0, 1I0, 0I0, 1W0, 0F1, 0W0, 1F1, 1I1, 0I1, 1W1, 0W1]
@@ -91,7 +92,8 @@ def make_v_min(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_v_half(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Zero bubble on a V within about half of the memory of 1F1B, at more idle time than ZBV.
+    """Zero bubble on a V within half of the memory of 1F1B and one microbatch, at more idle time
+    than ZBV.
 
     >>> print(make_v_half(1, 2, 2))
     [0F0, 1F0, 1I0, 0I0, 1W0, 0F1, 0W0, 1F1, 1I1, 0I1, 1W1, 0W1]

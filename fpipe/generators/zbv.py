@@ -21,8 +21,8 @@ from .patterns import keep_microbatches, two_chunks
 
 
 def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Zero bubble on a V, also called ZBV: the memory of 1F1B, and no idle time within the span of
-    a rank at equal F, I and W.
+    """Zero bubble on a V, also called ZBV: the memory of 1F1B; at equal F, I and W and twice as
+    many microbatches as ranks no idle time within the span of a rank.
 
     >>> print(make_zbv(1, 2, 2))
     [0F0, 1F0, 1I0, 1W0, 0F1, 0I0, 0W0, 1F1, 1I1, 1W1, 0I1, 0W1]

@@ -28,7 +28,7 @@ from .shapes import one_chunk_a_rank
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """The memory of 1F1B and about a third of its idle time; weight gradients a fixed
+    """The memory of 1F1B and a third of its idle time at equal F, I and W; weight gradients a fixed
     number of microbatches late.
 
     >>> print(make_zb_h1(2, 3, 2))
@@ -39,8 +39,8 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """Just under twice the memory of 1F1B; at equal F, I and W no idle time within the span
-    of a rank.
+    """Just under twice the memory of 1F1B; at equal F, I and W and twice as many microbatches
+    as ranks no idle time within the span of a rank.
 
     >>> print(make_zb_h2(2, 3, 2))
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
