@@ -26,7 +26,7 @@ from ..search.memory_limit import limits
 from ..search.problem import ALMOST
 from ..search.solve import Kind, Solved, solve as solve_schedule, stages_of
 from . import options
-from .options import INVALID, json_option, option, print_json, report_error, usage_error
+from .options import INVALID, json_option, option, print_json, report_error, say, usage_error
 
 
 @click.command()
@@ -120,8 +120,8 @@ total: time of a step, from the first start to the last end of all ranks
 bubble: idle share, 1 - work / span; the span is the longest time of one rank
 memory: the fullest rank's peak{}
 * is the best of a column{}
-the one to take has the least total; of equal ones the fewest weights, then the
-  least memory, then the least bubble"""
+the one to take has the least total; of equal ones the fewest weights, then the \
+least memory, then the least bubble"""
 
 
 def _one(price: Costs) -> str:
@@ -199,6 +199,7 @@ def compare(
     priced = _priced(price, per)
     chosen = comparison.take(entries, limit)
     taken = _taken(chosen, limit)
+    entries.sort(key=lambda entry: entry.memory > limit * ALMOST)
     take = chosen and chosen.name
     columns = _COLUMNS.format(_one(price), "" if limit == inf else "; ! is over the limit")
     rows = comparison.table(entries, limit)
@@ -210,13 +211,16 @@ def compare(
         found = [entry._asdict() for entry in entries]
         print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    click.echo(_problem(p, m, priced))
-    click.echo("\n".join([*pictures.aligned(rows, " "), "", columns]))
+    say(_problem(p, m, priced))
+    click.echo("\n".join(pictures.aligned(rows, " ")))
+    say(f"\n{columns}")
     if unsupported:
         click.echo("\nnot for these counts:")
         for line in unsupported:
             click.echo(fill(line, 80, initial_indent="  ", subsequent_indent="    "))
-    click.echo(f"{taken}\nwrote {out}" if out else taken)
+    say(f"\n{taken}")
+    if out:
+        click.echo(f"wrote {out}")
 
 
 def _priced(price: Costs, per: Per) -> str:
@@ -226,8 +230,7 @@ def _priced(price: Costs, per: Per) -> str:
 
 
 def _problem(ranks: int, microbatches: int, rest: str) -> str:
-    text = f"ranks {ranks}, microbatches {microbatches}, {rest}"
-    return fill(text, 80, subsequent_indent="  ") + "\n"
+    return f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n"
 
 
 _NONE = "no named schedule holds at most {:.6g}"
@@ -235,9 +238,9 @@ _NONE = "no named schedule holds at most {:.6g}"
 
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
-        return f"\n{_NONE.format(limit)}; give more, or try fpipe solve --memory {limit:.6g}"
+        return f"{_NONE.format(limit)}; give more, or try fpipe solve --memory {limit:.6g}"
     return (
-        f"\ntake {chosen.name}, the shortest step{f' within memory {limit:.6g}' * (limit < inf)}: "
+        f"take {chosen.name}, the shortest step{f' within memory {limit:.6g}' * (limit < inf)}: "
         f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
     )
 
@@ -327,7 +330,7 @@ def solve(
     given = f"-p {p} -m {m} --stages {best.stages}{priced}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
-    click.echo(_problem(p, m, f"stages {best.stages}, {_priced(price, per)}{within}"))
+    say(_problem(p, m, f"stages {best.stages}, {_priced(price, per)}{within}"))
     click.echo(_verdict(best, once, limit, given, _one(price)), color=True)
     if out:
         best.to_csv(out)

@@ -21,7 +21,7 @@ from ..clusters.model import read_model
 from ..clusters.plan_file import tables, write_plan
 from ..clusters.prediction import Prediction, usable
 from ..clusters.sizes import operations
-from .options import ending_in, json_option, number_of, option, print_json, table, usage_error
+from .options import ending_in, json_option, number_of, option, print_json, say, table, usage_error
 
 #: What --only may name.
 CHOICES = ("schedule", "tp", "pp", "zero", "microbatch", "recompute")
@@ -119,13 +119,13 @@ def _filter(only: Sequence[str], job: Job) -> Callable[[Layout], bool]:
 
 # ---- text ----
 def _show(job: Job, result: Layouts) -> None:
-    _say(
+    say(
         f"{job.model.name}: {job.model.parameters / 1e9:.4g} billion parameters, {job.batch} "
         f"sequences of {job.sequence} tokens, "
         f"{job.gpus} {job.gpu.name} of {job.gpu.memory / GIB:.0f} GiB"
     )
     click.echo(f"\n{table(list(map(_row, result.best)))}\n")
-    _say(
+    say(
         "tp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
         "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; microbatches: how "
         "many, x sequences of each; recompute: what a backward computes again, selective: norms "
@@ -135,15 +135,10 @@ def _show(job: Job, result: Layouts) -> None:
     for about, text in _why(result.best[0]).items():
         click.echo(fill(text, 80, initial_indent=f"  {about:<8}", subsequent_indent=" " * 10))
     click.echo()
-    _say(
+    say(
         f"{result.possible} of {result.layouts} layouts have room for the state and one "
         f"microbatch; {result.predicted} were simulated; no other can be faster"
     )
-
-
-def _say(text: str) -> None:
-    """Print a paragraph of at most 80 columns."""
-    click.echo(fill(text, 80, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _row(prediction: Prediction) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import wraps
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TypeVar
 
 import click
@@ -185,6 +186,12 @@ memory_option = option(
     "costs that give saved in bytes, 60GB.  [default: no limit]",
     type=str,
 )
+
+
+def say(text: str) -> None:
+    """Print text, its lines of at most 80 columns."""
+    for line in text.splitlines():
+        click.echo(fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def print_json(value: object) -> None:

@@ -470,6 +470,23 @@ def test_compare_gives_the_published_figures():
     assert [e.total for e in entries] == sorted(e.total for e in entries)
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_what_names_says_of_schedules_is_what_compare_finds(ranks: int):
+    """Chimera was said to be idle for less time than 1F1B: with 8 ranks and 24 microbatches it is
+    idle for more.
+    """
+    for microbatches in (ranks, 2 * ranks, 4 * ranks):
+        found = {entry.name: entry for entry in comparison.compare(ranks, microbatches)[0]}
+        less = found["Chimera"].bubble < found["1F1B"].bubble
+        assert less == (microbatches <= 2 * ranks)
+        more = found["Interleaved1F1B"].memory > found["1F1B"].memory
+        assert more == (microbatches > ranks)
+        for name in ("ZBVZeroBubble", "ZBH2"):
+            assert (found[name].bubble == 0) == (microbatches >= 2 * ranks)
+        assert found["VHalf"].memory <= ranks / 2 + 1
+        assert found["VMin"].memory <= ranks / 3 + 2
+
+
 def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, "compare", "--ranks", "8", "--microbatches", "24", "--costs", "overlap=3")
     rows = {
@@ -515,6 +532,9 @@ def test_compare_names_the_one_to_take(
     )
     assert "take VHalf, the shortest step within memory 3: total 26.5" in out
     assert re.search(r"^1F1B .* 4! ", out, re.M) and "; ! is over the limit" in out
+    assert re.findall(r"^V\w+|^ZBV\w+", out, re.M) == ["VHalf", "VMin", "ZBVZeroBubble"], (
+        "those within the limit come first"
+    )
     assert out.endswith(f"\nwrote {picture}\n")
     drawn = ElementTree.parse(picture).getroot()
     labels = [label.text or "" for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
@@ -526,11 +546,13 @@ def test_compare_names_the_one_to_take(
     ):
         printed(capsys, "compare", "-p", "4", "-m", "8", "--out", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(start)
+    page = re.sub("<[^>]*>", "", (tmp_path / "a.html").read_text(encoding="utf-8"))
+    assert "25.5*" in page and "the fewest weights, then the least memory" in page
     found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
     assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
 
 
-@pytest.mark.parametrize("words", ["names", "compare -p 8 -m 24"])
+@pytest.mark.parametrize("words", ["names", "compare -p 8 -m 24", "compare -p 8 -m 24 --memory 8"])
 def test_lists_fit_80_columns(capsys: pytest.CaptureFixture[str], words: str):
     assert max(map(len, printed(capsys, *words.split()).splitlines())) <= 80
 
