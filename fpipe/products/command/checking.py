@@ -270,8 +270,9 @@ def _verdict(
         rows.append((taken.name, taken.span, taken.total, taken.memory))
         _, *pairs = zip(*rows, strict=True)
         as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
-        longer, more = (f"{theirs / ours - 1:+.1%}" for ours, theirs in (pairs[0], pairs[-1]))
-        named = f"best named schedule: {taken.name} (span {longer}, memory {more})"
+        span, total, more = (f"{theirs / ours - 1:+.1%}" for ours, theirs in pairs)
+        named = f"best named schedule: {taken.name} (span {span}, total {total}, memory {more})"
+        named = named.replace("+0.0%", "the same")
     if as_good:
         named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
     cells = [(name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in rows]

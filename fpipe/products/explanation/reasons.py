@@ -119,12 +119,12 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
     found = []
     for name, other in named_alike(schedule):
         simulated = other.simulate(costs)
-        found.append((simulated.total, max(simulated.peak_bytes), name))
+        found.append((simulated.total, max(simulated.peak_bytes), len(found), name))
     fitting = [one for one in found if one[1] <= limit * (1 + 1e-9)]
     saves = 1 - min(fitting, default=(timeline.total,))[0] / timeline.total >= LEAST_GAIN
     best = min(fitting if saves else found, default=None)
     if best is not None:
-        total, peak, name = best
+        total, peak, _, name = best
         gain = 1 - total / timeline.total
         yield (
             gain,

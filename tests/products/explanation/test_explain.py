@@ -150,6 +150,7 @@ def test_advice_names_the_change_that_saves_most():
     assert "16.7% less time than with 2." in said
     named = next(text for text in page.advice if text.startswith("With schedule="))
     name = named.split('"')[1]
+    assert name == "ZBH1", "no interleaved one of one stage a rank"
     total = fpipe.make_schedule(name, 2, 2, 2).simulate(fpipe.Costs(F=1, I=1, W=1)).total
     assert total < 9 and f"takes {round(100 * (1 - total / 9), 1):g}% less time" in named
 
