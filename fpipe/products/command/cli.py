@@ -47,7 +47,7 @@ COMMANDS = {
 COMPLETION = [
     ("bash", 'eval "$(_FPIPE_COMPLETE=bash_source fpipe)"    in ~/.bashrc'),
     ("zsh", 'eval "$(_FPIPE_COMPLETE=zsh_source fpipe)"     in ~/.zshrc'),
-    ("fish", "_FPIPE_COMPLETE=fish_source fpipe | source    in ~/.config/fish/config.fish"),
+    ("fish", "_FPIPE_COMPLETE=fish_source fpipe | source    in config.fish"),
 ]
 
 USAGE = 2
