@@ -130,6 +130,12 @@ def _edges(plan: Any) -> list[Edge]:
     return [Edge(plan.rank, *edge, len(sizes), sum(sizes)) for edge, sizes in sent.items()]
 
 
+#: What the heads and cells of a table say, by its title.
+_MEANINGS = {
+    "What runs where": """
+F: forward; I, W: a backward's parts for inputs and for weights, B is I + W
+engine: trace runs a traced program, eager runs autograd"""
+}
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
@@ -203,7 +209,7 @@ class Explanation:
         parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
         parts += [fill(line, 80, subsequent_indent="   ") for line in self._advice]
         for title, (head, rows) in self._tables.items():
-            parts += ["", title, *aligned([head, *rows])]
+            parts += [f"\n{title}{_MEANINGS.get(title, '')}", *aligned([head, *rows])]
         return "\n".join(parts)
 
     __repr__ = __str__
@@ -216,7 +222,10 @@ class Explanation:
                 "<h3>What to change first</h3>",
                 *(f"<p>{_with_code(line)}</p>" for line in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
-                *(f"<h3>{t}</h3>{pictures.table(*rows)}" for t, rows in self._tables.items()),
+                *(
+                    f"<h3>{t}</h3><p>{_MEANINGS.get(t, '').strip()}</p>{pictures.table(*rows)}"
+                    for t, rows in self._tables.items()
+                ),
             ]
         )
 
@@ -260,10 +269,11 @@ class Explanation:
         facts = self.facts
         costs = facts.costs.times(facts.schedule.stages)
         unit, scale = readable(max(max(costs[op]) for op in "FIW"), facts.costs.unit)
+        shown = "{:.3f}".format if unit else number
         rows = []
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
-                took = [number(scale * costs[op][one.stage]) for op in "FIW"]
+                took = [shown(scale * costs[op][one.stage]) for op in "FIW"]
                 named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
                 rows.append((rank, *named, *took, facts.devices[rank], one.engine))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
