@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from textwrap import fill
 
 import click
 
 from ...actions import progress, write_bytes
+from ...errors import PlanError
 from ..clusters.hardware import GIB, TABLE, find_gpu
 from ..clusters.layout import Job, Layout
 from ..clusters.layouts import Layouts, candidates, search
@@ -134,9 +136,12 @@ def _show(job: Job, result: Layouts) -> None:
     click.echo("\nthe first layout")
     for about, text in _why(result.best[0]).items():
         click.echo(fill(text, 80, initial_indent=f"  {about:<8}", subsequent_indent=" " * 10))
-    click.echo()
+    if result.best[0].layout.pp > 1:
+        with suppress(PlanError):  # none fits
+            [alone] = search(job, lambda layout: layout.pp == 1, 1).best
+            say(f"\nbest without a pipeline: {alone.step:.3f} s; --only pp=1 shows it")
     say(
-        f"{result.possible} of {result.layouts} layouts have room for the state and one "
+        f"\n{result.possible} of {result.layouts} layouts have room for the state and one "
         f"microbatch; {result.predicted} were simulated; no other can be faster"
     )
 
@@ -147,7 +152,7 @@ def _row(prediction: Prediction) -> Mapping[str, object]:
     names = ("tp", "pp", "dp", "zero", "schedule", "stages", "recompute")
     return {name: getattr(layout, name) for name in names} | {
         "microbatches": f"{layout.microbatches(prediction.job)} x {layout.microbatch}",
-        "seconds": f"{prediction.step:.4g}",
+        "seconds": f"{prediction.step:.3f}",
         "GiB": f"{prediction.fullest.total / GIB:.0f}",
     }
 
@@ -173,9 +178,10 @@ def _why(best: Prediction) -> Mapping[str, str]:
         "speed": f"{best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble "
         f"{best.bubble:.1%} (of the time without copies and optimizer)",
         "time": time,
-        "limit": f"{best.limit}, most after matrix products; no layout takes less than "
-        f"{least:.4g} s, the model's operations at {job.gpu.matmul:.0%} of "
-        f"{job.gpu.flops / 1e12:.0f} TFLOP/s",
+        "loss": f"{best.limit}, the largest after matrix products",
+        "bound": f"no layout takes less than {least:.3f} s, the model's operations at "
+        f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
+        "layers": f"by stage: {[*best.layout.counts(job.model)]}",
         "memory": f"pipeline rank {full.rank} holds {full.total / GIB:.1f} of the "
         f"{usable(job) / GIB:.1f} GiB that the system leaves of {job.gpu.memory / GIB:.0f}: "
         f"{memory}",

@@ -41,7 +41,7 @@ def printed(capsys: pytest.CaptureFixture[str], line: str) -> str:
 def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, LINE + " --top 3")
     assert max(map(len, out.splitlines())) <= 80
-    lines = re.sub(r"\n {10}|\n  (?!speed|time|limit|memory)", " ", out).splitlines()
+    lines = re.sub(r"\n {10}|\n  (?!speed|time|loss|bound|layers|memory)", " ", out).splitlines()
     assert lines[0].startswith(
         "llama 1024x8: 0.1914 billion parameters, 32 sequences of 1024 tokens, 8 a100 of 4 GiB"
     )
@@ -49,10 +49,21 @@ def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     seconds = [float(line.split()[-2]) for line in lines[3:6]]
     assert seconds == sorted(seconds) and lines[6] == ""
     first = lines.index("the first layout")
-    of_first = dict(line.split(maxsplit=1) for line in lines[first + 1 : first + 5])
-    assert [*of_first] == ["speed", "time", "limit", "memory"] and lines[first + 5] == ""
+    of_first = dict(line.split(maxsplit=1) for line in lines[first + 1 : first + 7])
+    assert [*of_first] == ["speed", "time", "loss", "bound", "layers", "memory"]
+    assert lines[first + 7] == ""
+    assert sum(json.loads(of_first["layers"].removeprefix("by stage: "))) == 8
+    assert all(re.search(r" \d+\.\d{3} +\d+$", line) for line in lines[3:6])
     shares = [float(part.split()[-1].rstrip("%")) for part in of_first["time"].split(", ")]
     assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_the_best_without_a_pipeline(capsys: pytest.CaptureFixture[str]):
+    """Whether a pipeline pays was not to be seen."""
+    out = printed(capsys, LINE + " --only pp=4")
+    [seconds] = re.findall(r"^best without a pipeline: ([\d.]+) s;", out, re.M)
+    alone = printed(capsys, LINE + " --only pp=1 --top 1")
+    assert f" {seconds} " in alone and "without a pipeline" not in alone
 
 
 def test_the_widest_layouts_fit_80_columns(capsys: pytest.CaptureFixture[str]):
