@@ -304,12 +304,12 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
 @pytest.mark.xdist_group("profiling")
 def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Path]):
     page = (on_processes[1] / "naps.html").read_text(encoding="utf-8")
-    assert "naps, simulated with median times" in page and "naps, measured" in page
+    assert "naps, simulated" in page and "naps, measured" in page
     assert "Rank 1 computes" in page, "what to mend is in the file that is sent to others"
     trace = on_processes[1] / "naps.json"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert named == ["naps, simulated with median times", "naps, measured"]
+    assert named == ["naps, simulated", "naps, measured"]
 
 
 # ---- in one process ----
@@ -327,8 +327,8 @@ def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Ten
 @pytest.mark.parametrize(
     ("in_turn", "drawn"),
     [
-        (False, ["small, simulated with median times", "small, measured"]),
-        (True, ["small, simulated with median times, ranks at once"]),
+        (False, ["small, simulated", "small, measured"]),
+        (True, ["small, simulated, ranks at once"]),
     ],
 )
 def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: list[str]):
@@ -337,6 +337,8 @@ def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: li
     step = fpipe.profile(fpipe.value_and_grad(pipe), name="small")
     step(params, x)
     assert step.in_turn
+    step.note = "2 ranks share a core."
+    assert str(step).startswith("2 ranks share a core.\n\nThe median of 1 step")
     step.in_turn = in_turn
     axes = step.plot(Figure(figsize=(8, 6)).subplots(), "light")
     labels = [tick.get_text() for tick in axes.get_yticklabels()]

@@ -50,6 +50,7 @@ class Profile:
     def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
         self.step = step
         self.name = name
+        self.note = ""  # what to say in place of which rank the others wait for
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self.in_turn = False  # whether one process ran the ranks of the last step after each other
@@ -106,15 +107,15 @@ class Profile:
     def _headline(self) -> str:
         steps = f"The median of {counted(len(self.runs), 'step')}"
         real, would = self.timeline, self.simulated
-        whole, took, at_once = map(in_ms, (length(self._median), real.total, would.total))
         if self.in_turn:
             return (
-                f"{steps}: measured, ranks in turn: {took}; "
-                f"simulated, ranks at once: {at_once}, bubble {would.bubble:.1%}"
+                f"{steps}: measured, ranks in turn: {in_ms(real.total)}; "
+                f"simulated, ranks at once: {in_ms(would.total)}, bubble {would.bubble:.1%}"
             )
         return (
-            f"{steps}: measured: {took}, bubble {real.bubble:.1%}, whole step {whole}; "
-            f"simulated: {at_once}, {would.total / real.total:.1%} of the measured time"
+            f"{steps}: measured: {in_ms(real.total)}, bubble {real.bubble:.1%}, whole step "
+            f"{in_ms(length(self._median))}; simulated: {in_ms(would.total)}, "
+            f"{would.total / real.total:.1%} of the measured time"
         )
 
     @property
@@ -159,7 +160,7 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
-        name = "simulated with median times" + ", ranks at once" * self.in_turn
+        name = "simulated" + ", ranks at once" * self.in_turn
         return replace(self.simulate(self._price), name=self._called(name))
 
     @property
@@ -215,16 +216,17 @@ class Profile:
         if self.in_turn:
             return tables
         parts = [shares(run) for run in self._median]
-        sums = {name: sum(part[name] for part in parts) for name in dict.fromkeys(chain(*parts))}
-        whole = sum(sums.values())
-        seen = [name for name, time in sums.items() if time >= 5e-4 * whole]
-        times = {name: [part[name] for part in parts] for name in seen}
-        return tables | {"What each rank spends its time on, in ms": table_in_ms("rank", times)}
+        times = {name: [part[name] for part in parts] for name in dict.fromkeys(chain(*parts))}
+        least = 5e-4 * sum(map(sum, times.values()))
+        seen = {name: of_ranks for name, of_ranks in times.items() if sum(of_ranks) >= least}
+        return tables | {"What each rank spends its time on, in ms": table_in_ms("rank", seen)}
 
     @property
     def _verdict(self) -> Iterator[str]:
-        """What to mend, in sentences."""
-        if len(self._median) > 1 and all(run.events for run in self._last):
+        """What to mend, in sentences; the note in its place."""
+        if self.note:
+            yield self.note
+        elif len(self._median) > 1 and all(run.events for run in self._last):
             would = self.simulated
             yield late(self._alike, would.total, would.busy if self.in_turn else ())
 

@@ -46,12 +46,8 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    bubble = f"bubble {planned.bubble:.0%} simulated, {{:.0%}} measured"
-    if cores() < s.ranks:
-        bubble = (
-            f"bubble {planned.bubble:.0%} with a core for each rank; {{:.0%}} here, as {s.ranks} "
-            f"share {counted(cores(), 'core')}"
-        )
+    shared = f", as {s.ranks} share {counted(cores(), 'core')}" * (cores() < s.ranks)
+    bubble = f"bubble {planned.bubble:.0%} with a core for each rank; {{:.0%}} here{shared}"
     with screen(console, title, settings.steps, bubble, planned) as show:
         largest = largest_difference(settings, conduct(settings, show))
         differ = f"[bold red]differ by at most {largest:g}[/]"
