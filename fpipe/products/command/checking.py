@@ -211,13 +211,11 @@ def compare(
         found = [entry._asdict() for entry in entries]
         print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    say(_problem(p, m, priced))
+    _say_problem(p, m, priced)
     click.echo("\n".join(pictures.aligned(rows, " ")))
     say(f"\n{columns}")
     if unsupported:
-        click.echo("\nnot for these counts:")
-        for line in unsupported:
-            click.echo(fill(line, 80, initial_indent="  ", subsequent_indent="    "))
+        say("\n".join(["\nnot for these counts:", *unsupported]))
     say(f"\n{taken}")
     if out:
         click.echo(f"wrote {out}")
@@ -229,8 +227,8 @@ def _priced(price: Costs, per: Per) -> str:
     return re.sub(r"\.0\b", "", f"costs {told} of {whose}")
 
 
-def _problem(ranks: int, microbatches: int, rest: str) -> str:
-    return f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n"
+def _say_problem(ranks: int, microbatches: int, rest: str) -> None:
+    say(f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n")
 
 
 _NONE = "no named schedule holds at most {:.6g}"
@@ -272,7 +270,6 @@ def _verdict(
         as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
         span, total, more = (f"{theirs / ours - 1:+.1%}" for ours, theirs in pairs)
         named = f"best named schedule: {taken.name} (span {span}, total {total}, memory {more})"
-        named = named.replace("+0.0%", "the same")
     if as_good:
         named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
     cells = [(name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in rows]
@@ -331,7 +328,7 @@ def solve(
     given = f"-p {p} -m {m} --stages {best.stages}{priced}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
-    say(_problem(p, m, f"stages {best.stages}, {_priced(price, per)}{within}"))
+    _say_problem(p, m, f"stages {best.stages}, {_priced(price, per)}{within}")
     click.echo(_verdict(best, once, limit, given, _one(price)), color=True)
     if out:
         best.to_csv(out)

@@ -170,8 +170,8 @@ costs_option = option(
     "Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), "
     "comm (a message), send and receive (the time that a message takes of either rank); sizes: "
     "saved (from F to B, or to I), kept (from I to W), boundary (a message), bandwidth (size per "
-    "time). F=1:2:1 is one number per stage; load=1:2 and size=1:2 are factors of the times and the "
-    "sizes of each microbatch. Or a file of fpipe.measure_costs(...).to_json().",
+    "time). F=1:2:1 is one number per stage; load=1:2 and size=1:2 are factors of times and sizes, "
+    "one per microbatch. Or a file of fpipe.measure_costs(...).to_json().",
     default="",
     show_default=False,
 )

@@ -174,7 +174,7 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     best = {
         f: min(v) for f, v in values.items() if f not in {"stages", "weights"} and min(v) < max(v)
     }
-    rows: list[list[object]] = [["schedule", *map(_marked, columns)]]
+    rows: list[list[object]] = [["schedule", *(f"{field} " for field in columns)]]
     for place, entry in enumerate(entries):
         parted = re.sub("(?<=[a-z])(?=[A-Z0-9])", "<wbr>", entry.name)  # for narrow pages
         cells: list[object] = [Cell(entry.name, parted)]
@@ -183,13 +183,7 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
             mark = "*" if value == best.get(field) else " "
             if field == "memory" and value > limit * ALMOST:
                 mark = "!"
-            cells.append(_marked(show(value), mark))
+            text = show(value) + mark
+            cells.append(Cell(text, text.replace(" ", "&nbsp;")))
         rows.append(cells)
     return rows
-
-
-def _marked(text: str, mark: str = " ") -> Cell:
-    """A value and its mark, of which a page aligns the values."""
-    style = "display:inline-block;width:.5em;text-align:left"
-    html = f'<span style="white-space:nowrap">{text}<span style="{style}">{mark}</span></span>'
-    return Cell(f"{text}{mark}", html)
