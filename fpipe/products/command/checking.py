@@ -172,7 +172,8 @@ def compare(
     time from the first start to the last end of one rank. Memory is what the fullest rank holds at
     most, in activations of its whole share of the model for one microbatch, and weights are copies
     of a share. A message carries the activations of one microbatch, or their gradient, from one
-    rank to another. With --slices, those over slices of sequences have so many.
+    rank to another. With --slices, those over slices of sequences have so many; with --memory,
+    those within it come first.
 
     \b
     fpipe compare --ranks 8 --microbatches 24
