@@ -98,7 +98,7 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     profiled = profile(step, name=settings.schedule.name)
     if cores() < group.size:
         profiled.note = (
-            f"{group.size} ranks share {counted(cores(), 'core')}: most waits below are for one. "
+            f"{group.size} ranks share {counted(cores(), 'core')}: most waits below are for a core. "
             "A measured action that waits for one counts as work, a simulated one takes the median "
             "time: so the simulated bubble can exceed the measured one."
         )

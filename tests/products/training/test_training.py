@@ -48,7 +48,7 @@ def test_gradients_are_those_of_one_process(
     assert largest_difference(small, [last_step]) == 1
     assert [report.number for report in wire.sent] == [0, 1, 2]
     assert f"{small.schedule.name}, simulated, ranks at once" in page.read_text()
-    assert "2 ranks share 1 core: most waits below are for one. " in page.read_text()
+    assert "2 ranks share 1 core: most waits below are for a core. " in page.read_text()
 
 
 def test_the_model_is_the_same_however_it_is_cut():
