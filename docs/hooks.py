@@ -554,9 +554,11 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     lines = [f"{level} {heading} {{#{name.replace('_' * 2, '')}}}", ""]
     if callable(value) and name not in RETURNED:
         lines += [linked_signature(name, value), ""]
+    summary, _, rest = text_of(value, name).partition("\n\n")
+    lines += [summary, ""]
     if name in MORE:
         lines += [MORE[name], ""]
-    lines += [text_of(value, name), "", *result(name, level)]
+    lines += [rest, "", *result(name, level)]
     for base in bases(value).values() if inspect.isclass(value) else ():
         lines += [f"It has all members of {_linked(base, f'fpipe.{base}')} too.", ""]
     if name != "fpipe.errors" or not inspect.ismodule(value):

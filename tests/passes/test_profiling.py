@@ -61,9 +61,9 @@ BY_HAND = (
 )
 
 
-def test_an_action_lasts_from_its_first_program_to_its_last():
+def test_an_action_lasts_from_its_first_program_to_its_last_without_what_it_sends():
     found = {str(action): (start, end) for _, action, start, end in spans(BY_HAND)}
-    assert found == {"0F0": (0, 10), "0B0": (54, 70), "1F0": (14, 31), "1B0": (31, 52)}
+    assert found == {"0F0": (0, 10), "0B0": (54, 70), "1F0": (14, 31), "1B0": (31, 51)}
 
 
 def test_what_ran_at_once_is_one_fused_action():
@@ -120,7 +120,7 @@ def test_messages_are_matched_by_their_number():
 
 def test_costs_of_actions_and_messages():
     price = costs([BY_HAND])
-    assert (price.F, price.B, price.I, price.W) == ((10, 17), (16, 21), (8, 10.5), (8, 10.5))
+    assert (price.F, price.B, price.I, price.W) == ((10, 17), (16, 20), (8, 10), (8, 10))
     assert price.send == (1.0,) and price.boundary == (64.0,) and price.unit == "s"
     # no message arrived before its WAIT, so only 3 and 4 from send to arrival are known; half a
     # unit of RECV for each
@@ -541,3 +541,19 @@ def test_a_profile_shows_what_preparation_took():
     before = step.prepared
     step(*arguments)
     assert step.prepared == before, "a warm step prepares nothing"
+
+
+def test_what_an_action_sends_before_it_adds_gradients_is_not_its_own_time():
+    """A backward had the time of the message that its rank sent between its program and its ADD."""
+    backward = Action(1, "B", 0)
+    run = Run(
+        0,
+        (
+            Event("B", backward, 0.0, 2.0),
+            Event("SEND", backward, 2.0, 10.0, peer=1, number=0),
+            Event("ADD", backward, 10.0, 11.0),
+        ),
+        (backward,),
+    )
+    assert [*spans([run])] == [(0, backward, 0.0, 3.0)]
+    assert shares(run)["programs"] == 3.0

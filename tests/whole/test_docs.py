@@ -201,9 +201,9 @@ def test_reference_begins_with_what_a_user_calls(hooks: ModuleType):
     names = re.findall(r"^### fpipe\.(\w+) ", pages["reference/schedules.md"], re.M)
     assert names[:2] == ["make_schedule", "schedule_names"]
     text = pages["reference/pipelines.md"].partition("{#fpipe.pipeline}")[2]
-    before = text.partition("A function of `(params, x, *targets)`")[0]
-    said = before.partition("</div>")[2]
-    assert said.startswith("\n\n`**more` are options of passes: ")
+    said = text.partition("</div>")[2].partition("Args")[0]
+    assert said.startswith("\n\nA function of `(params, x, *targets)`")
+    assert "\n\n`**more` are options of passes: " in said
     assert [name for name in PASSES if f"`{name}=`" not in said] == []
 
 

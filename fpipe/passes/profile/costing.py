@@ -125,16 +125,20 @@ def _fused(actions: Sequence[Action]) -> AnyAction:
 
 
 def _times(run: Run) -> dict[Action, tuple[float, float]]:
-    """Start and end of the actions of a rank.
+    """Start and end of the actions of a rank, without what they send before they add gradients.
 
     Those without an instruction, such as an unused gradient of an input, take no time after the
     action before them; the last ones are left out.
     """
     times: dict[Action, tuple[float, float]] = {}
+    sent = 0.0
     for event in run.events:
+        if event.kind == "SEND":
+            sent = event.end
         if event.kind in _COMPUTES and event.action is not None:
-            start, _ = times.get(event.action, (event.start, 0.0))
-            times[event.action] = start, event.end
+            start, end = times.get(event.action, (event.start, event.end))
+            apart = event.kind == "ADD" and end < sent
+            times[event.action] = start, event.end if not apart else end + event.end - event.start
     idle: dict[Action, tuple[float, float]] = {}
     later: list[Action] = []  # those without an instruction since the last one with
     clock = run.events[0].start if run.events else 0.0
@@ -283,7 +287,7 @@ def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float]
     if share(which) < _LEAST:
         return (
             f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a step. Idle "
-            "time is that of the schedule."
+            "time is that of the schedule and its messages."
         )
     late_by = in_ms(median(excess[which]))
     often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"

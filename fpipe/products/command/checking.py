@@ -256,7 +256,7 @@ def _verdict(
 ) -> str:
     """Whether it is the best, beside the best named ones, and a picture unless one is as good."""
     t = best.timeline
-    found = "optimal: yes, no schedule has a shorter span"
+    found = "optimal: yes, no schedule with one copy of each stage has a shorter span"
     if best.gap:
         found = (
             f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g} "

@@ -98,9 +98,9 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     profiled = profile(step, name=settings.schedule.name)
     if cores() < group.size:
         profiled.note = (
-            f"{group.size} ranks share {counted(cores(), 'core')}: most waits below are for a core. "
-            "A measured action that waits for one counts as work, a simulated one takes the median "
-            "time: so the simulated bubble can exceed the measured one."
+            f"{group.size} ranks share {counted(cores(), 'core')}: most waits below are for a "
+            "core. A measured action that waits for one counts as work, a simulated one takes "
+            "the median time: so the simulated bubble can exceed the measured one."
         )
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)

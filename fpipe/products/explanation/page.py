@@ -132,9 +132,10 @@ def _edges(plan: Any) -> list[Edge]:
 
 #: What the heads and cells of a table say, by its title.
 _MEANINGS = {
-    "What runs where": """
-F: forward; I, W: a backward's parts for inputs and for weights, B is I + W
-engine: trace runs a traced program, eager runs autograd"""
+    "What runs where": (
+        "F: forward; I, W: a backward's parts for inputs and for weights, B is I + W",
+        "engine: trace runs a traced program, eager runs autograd",
+    )
 }
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
@@ -209,7 +210,7 @@ class Explanation:
         parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
         parts += [fill(line, 80, subsequent_indent="   ") for line in self._advice]
         for title, (head, rows) in self._tables.items():
-            parts += [f"\n{title}{_MEANINGS.get(title, '')}", *aligned([head, *rows])]
+            parts += [f"\n{title}", *_MEANINGS.get(title, ()), *aligned([head, *rows])]
         return "\n".join(parts)
 
     __repr__ = __str__
@@ -223,7 +224,7 @@ class Explanation:
                 *(f"<p>{_with_code(line)}</p>" for line in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(
-                    f"<h3>{t}</h3><p>{_MEANINGS.get(t, '').strip()}</p>{pictures.table(*rows)}"
+                    f"<h3>{t}</h3><p>{'<br>'.join(_MEANINGS.get(t, ()))}</p>{pictures.table(*rows)}"
                     for t, rows in self._tables.items()
                 ),
             ]

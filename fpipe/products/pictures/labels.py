@@ -265,6 +265,11 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     if detail and not dense:
         sliced = scenes[0].timeline.slices > 1
         yield (), "0.1: slice 1 of microbatch 0" if sliced else NAMES[detail - 1]
+        if scenes[-1].against:  # tints say when actions end, letters what they are
+            coloured = {key[0] for scene in scenes for key in scene.colours}
+            for op in scenes[-1].ops:
+                if op not in coloured:
+                    yield (), f"{op} {KINDS[op].name}"
         if any(scene.against and scene.shades == 2 for scene in scenes):
             yield (), SMALL
 

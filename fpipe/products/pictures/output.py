@@ -269,7 +269,7 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
         shown = (cell.html if isinstance(cell, Cell) else escape(str(cell)) for cell in cells)
         styled = zip(sides or repeat("left"), shown, strict=False)
         return "".join(
-            f'<{tag} style="padding-right:1em;text-align:{side}">{text}</{tag}>'
+            f'<{tag} style="padding-right:1em;white-space:nowrap;text-align:{side}">{text}</{tag}>'
             for side, text in styled
         )
 

@@ -612,7 +612,7 @@ def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.Cap
     problem, _, first, second, third, _, *table = text.splitlines()
     given = "ranks 4, microbatches 8, stages 8, costs F=1, I=1, W=1 of a rank's whole share"
     assert problem == given
-    assert first == "optimal: yes, no schedule has a shorter span"
+    assert first == "optimal: yes, no schedule with one copy of each stage has a shorter span"
     assert second == "no better than ZBVZeroBubble: use that"
     assert third == "try: fpipe draw ZBVZeroBubble -p 4 -m 8 --stages 8"
     assert not any(line.startswith(("rank 0", "stages by rank")) for line in table)
