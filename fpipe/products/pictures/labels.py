@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from itertools import compress
 from math import floor, log10
+from statistics import fmean
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
@@ -128,6 +129,12 @@ def notes(scene: Scene) -> list[str]:
         )
         more = f" {pair}" * (scene.ops != other.ops)
         lines.insert(0, f"In brackets: the change from {other.name}.{more}")
+        shifts = [bar.shift for bar in scene.bars if bar.shift]
+        earlier = [-shift for shift in shifts if shift < 0]
+        if earlier:
+            by = time(fmean(earlier), scene)
+            text = f"{counted(len(earlier), 'action')} of {len(scene.bars)} end earlier"
+            lines.insert(0, f"{text}, by {by} on average, {len(shifts) - len(earlier)} later.")
     return lines
 
 

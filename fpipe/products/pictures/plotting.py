@@ -249,25 +249,8 @@ def _legend(
     """The legend below the axes, by a share of their height; below each heading it is another
     one.
     """
-    parts: defaultdict[str, list[tuple[tuple[Patch, ...], str]]] = defaultdict(list)
-    heading = ""
-    for keys, text in entries:
-        if text.endswith(":"):
-            heading = text
-            continue
-        if keys == ("warmup",):
-            heading = ""
-        swatches = [
-            Patch(
-                color=colours[key],
-                alpha=PALE.get(key),
-                label=key[0] * (len(keys) == 1 and key[0] in OPS),
-            )
-            for key in keys
-        ]
-        parts[heading].append((tuple(swatches) or (Patch(alpha=0),), text))
     window = axes.get_window_extent()
-    for heading, part in parts.items():
+    for heading, part in _by_heading(entries, colours).items():
         if before := axes.get_legend():
             axes.add_artist(before)
         box = window
@@ -295,6 +278,30 @@ def _legend(
             if box.width <= window.width:
                 break
         below += 1.2 * box.height / window.height
+
+
+def _by_heading(
+    entries: Iterable[labels.Entry], colours: Mapping[str, str]
+) -> dict[str, list[tuple[tuple[Patch, ...], str]]]:
+    """The swatches and meanings of entries below each heading."""
+    parts = defaultdict(list)
+    heading = ""
+    for keys, text in entries:
+        if text.endswith(":"):
+            heading = text
+            continue
+        if keys == ("warmup",):
+            heading = ""
+        swatches = [
+            Patch(
+                color=colours[key],
+                alpha=PALE.get(key),
+                label=key[0] * (len(keys) == 1 and key[0] in OPS),
+            )
+            for key in keys
+        ]
+        parts[heading].append((tuple(swatches) or (Patch(alpha=0),), text))
+    return parts
 
 
 class _Lettered(HandlerPatch):
