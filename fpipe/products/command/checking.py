@@ -240,7 +240,8 @@ def _taken(chosen: comparison.Entry | None, limit: float) -> str:
         return f"{_NONE.format(limit)}; give more, or try fpipe solve --memory {limit:.6g}"
     return (
         f"take {chosen.name}, the shortest step{f' within memory {limit:.6g}' * (limit < inf)}: "
-        f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}"
+        f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}, "
+        f"weights {chosen.weights:g}x"
     )
 
 
