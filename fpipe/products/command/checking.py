@@ -326,7 +326,9 @@ def solve(
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     once = [entry for entry in entries if entry.weights <= 1]
-    priced = f" --per {per} --costs {quote(costs)}" if costs else ""
+    priced = f" --costs {quote(costs)}" if costs else ""
+    if costs and not price.counts:
+        priced = f" --per {per}{priced}"
     given = f"-p {p} -m {m} --stages {best.stages}{priced}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)

@@ -376,7 +376,6 @@ function legend() {
   if (paler.length) swatch(paler, "", "paler: other stages");
   const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", plain.length < scenes.length ? "F0: F of microbatch 0" : "0: microbatch"][state.form];
   if (name && !state.dense) items.push(element("span", scenes[0].slices > 1 ? "0.1: slice 1 of microbatch 0" : name));
-  if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   const tints = new Map();  // by meaning: all scenes have one scale
@@ -385,6 +384,10 @@ function legend() {
     if (key) swatch([[shadeOf(scene, key), "", ""]], "", word);
     else items.push(element("span", "", "break"), element("span", word));
   }
+  for (const op of state.form === 2 ? "FBIW" : "") {  // letters of boxes whose colours are those of a difference
+    if (scenes.some((scene) => scene.ops.includes(op)) && !plain.some((scene) => scene.ops.includes(op))) items.push(element("span", `${op} ${WORDS[op]}`));
+  }
+  if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
   }
