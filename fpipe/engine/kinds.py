@@ -139,6 +139,11 @@ def ranks_here(config: Config, request: Request, stage: int) -> list[int]:
     return [rank for rank in ranks if rank in config.group.here]
 
 
+def sides_and_state(request: Request, known: TracedKind, stage: int) -> list[AbstractTree]:
+    """The side inputs and the state of a stage, which its signature has beside params and x."""
+    return [known.kind.sides[stage], request.states[stage] or AbstractTree.of(None)]
+
+
 def trace_stage(
     config: Config,
     request: Request,
@@ -166,7 +171,7 @@ def trace_stage(
         carry = previous.carry(stage)
         carry_leaves = len(carry.leaves)
         x = load_pass("slices").with_carry(x, carry)
-    trees = [params, x, traced.kind.sides[stage], request.states[stage] or AbstractTree.of(None)]
+    trees = [params, x, *sides_and_state(request, traced, stage)]
     on_devices = partial(_programs, config, request, ranks, stage, trees, unused)
     y = None
     if function.carry:

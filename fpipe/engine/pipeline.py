@@ -287,7 +287,7 @@ def pipeline(
     if group is None:
         group = init()
     if not isinstance(group, Group):
-        as_group("group", group)  # raises; it is not in the heart
+        as_group("group", group)  # raises
     if is_path(schedule):
         schedule = read_schedule(schedule)
     if isinstance(schedule, Schedule) and microbatches is None:

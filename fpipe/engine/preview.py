@@ -16,9 +16,8 @@ from ..lowering.value_graph import Interface
 from ..programs.internals import PLAIN
 from ..programs.signature import Signature
 from ..programs.tracing import returned
-from ..tree import AbstractTree
 from .config import Config
-from .kinds import Traced, TracedKind, exchange, ranks_here, trace_stage
+from .kinds import Traced, TracedKind, exchange, ranks_here, sides_and_state, trace_stage
 from .request import Request
 
 
@@ -64,8 +63,7 @@ def _with_output(
     y = None
     if params is not None and function.engine == "trace" and not function.carry:
         device = config.group.device(ranks_here(config, request, stage)[0])
-        state = request.states[stage] or AbstractTree.of(None)
-        trees = (params, kind.input_of(stage), kind.kind.sides[stage], state)
+        trees = (params, kind.input_of(stage), *sides_and_state(request, kind, stage))
         y = returned(function, Signature(*(tree.on(device) for tree in trees)))
     if y is None:
         return trace_stage(config, request, kind, previous, stage)

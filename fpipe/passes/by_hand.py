@@ -39,12 +39,9 @@ def forward(
     groups = [tree.flatten(value) for value in (params, x, side, state)]
     for name, (leaves, structure), traced in zip(_NAMES, groups, programs.signature, strict=True):
         _check(name, AbstractTree.flat(structure, leaves), traced)
-    given = {
-        f"{prefix}{index}": leaf
-        for prefix, (leaves, _) in zip("pxkt", groups, strict=True)
-        for index, leaf in enumerate(leaves)
-    }
-    values = _run(programs.f, given)
+    signature = programs.signature
+    tensors = (groups[group][0][leaf] for group, leaf in signature.slots)
+    values = _run(programs.f, dict(zip(signature.names, tensors, strict=True)))
     outputs = programs.outputs
     y = outputs.y.fill(values[name] for name in programs.ys if name is not None)
     extras = []

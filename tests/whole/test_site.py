@@ -212,6 +212,16 @@ def test_front_page_fits_a_phone(site: Path, browser: Any):
     assert hints and all("Scroll the table sideways" in hint for hint in hints)
 
 
+def evaluated(browser: Any, file: Path, width: int, script: str) -> Any:
+    """What a script says of a page in a window of this width."""
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    page.goto(file.as_uri())
+    page.wait_for_selector("article")
+    found = page.evaluate(script)
+    page.close()
+    return found
+
+
 def test_the_comparison_fits_a_small_window(site: Path, browser: Any):
     page = browser.new_page(viewport={"width": 980, "height": 844})
     page.goto((site / "index.html").as_uri())
@@ -224,12 +234,10 @@ def test_the_comparison_fits_a_small_window(site: Path, browser: Any):
 
 
 def test_a_phone_has_pictures_of_schedules_of_its_width(site: Path, browser: Any):
-    page = browser.new_page(viewport={"width": 390, "height": 844})
-    page.goto((site / "zoo.html").as_uri())
-    shown = page.evaluate(
+    script = (
         "[...document.querySelectorAll('article img')].map(e => e.currentSrc.split('/').at(-1))"
     )
-    page.close()
+    shown = evaluated(browser, site / "zoo.html", 390, script)
     assert len(shown) == 20 and all(name.endswith("-phone.svg") for name in shown)
 
 
@@ -249,12 +257,10 @@ def test_the_drawer_of_a_phone_says_where_all_sections_are(site: Path, browser: 
 
 
 def test_errors_that_a_page_shows_fit_a_phone(site: Path, browser: Any):
-    page = browser.new_page(viewport={"width": 390, "height": 844})
-    page.goto((site / "sharp.html").as_uri())
-    widths = page.evaluate(
+    script = (
         "[...document.querySelectorAll('.prose code')].map(e => [e.scrollWidth, e.clientWidth])"
     )
-    page.close()
+    widths = evaluated(browser, site / "sharp.html", 390, script)
     assert len(widths) >= 5 and all(needed <= there for needed, there in widths)
 
 

@@ -137,8 +137,11 @@ def _times(run: Run) -> dict[Action, tuple[float, float]]:
             sent = event.end
         if event.kind in _COMPUTES and event.action is not None:
             start, end = times.get(event.action, (event.start, event.end))
-            apart = event.kind == "ADD" and end < sent
-            times[event.action] = start, event.end if not apart else end + event.end - event.start
+            if event.kind == "ADD" and end < sent:
+                end += event.end - event.start
+            else:
+                end = event.end
+            times[event.action] = start, end
     idle: dict[Action, tuple[float, float]] = {}
     later: list[Action] = []  # those without an instruction since the last one with
     clock = run.events[0].start if run.events else 0.0
