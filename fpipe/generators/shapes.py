@@ -55,7 +55,7 @@ def two_directions(
     if ranks % 2:
         remedies = ", ".join(filter(None, (f"take {ranks - 1} or {ranks + 1}", remedy)))
         raise ScheduleError(
-            f"{name} pairs ranks from both ends, and {ranks} ranks are odd; {remedies}",
+            f"{name} takes an even number of ranks, not {ranks}; {remedies}",
             rule="ranks",
         )
     going_up = microbatches // 2

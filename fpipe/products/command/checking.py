@@ -196,7 +196,7 @@ def compare(
         )
         [limit] = limits(memory, 1, price)
     if not entries:
-        raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
+        raise usage_error("no schedule fits these counts: " + ", ".join(unsupported))
     priced = _priced(price, per)
     chosen = comparison.take(entries, limit)
     taken = _taken(chosen, limit)
@@ -216,7 +216,7 @@ def compare(
     click.echo("\n".join(pictures.aligned(rows, " ")))
     say(f"\n{columns}")
     if unsupported:
-        say("\n".join(["\nnot for these counts:", *unsupported]))
+        say(f"\nnot for these counts: {', '.join(unsupported)}")
     say(f"\n{taken}")
     if out:
         click.echo(f"wrote {out}")

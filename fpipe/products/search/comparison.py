@@ -51,7 +51,7 @@ def compare(
     track: Track = iter,
 ) -> tuple[list[Entry], list[str]]:
     """An entry for every named schedule that these counts allow, the least total first, of equal
-    ones the least bubble; and why others are left out.
+    ones the least bubble; and which others are left out, with what they take or why.
 
     Costs are those of a rank's whole share of the model, or with ``per="stage"`` of each stage; one
     number per stage is always that of the stage, and leaves schedules of that many stages.
@@ -63,7 +63,7 @@ def compare(
     ('ZBVZeroBubble', 0.0, 25.5)
     """
     entries = []
-    left_out = []
+    left_out: dict[str, list[str]] = {}
     costs = as_costs(costs)
     stages = stages or next(iter(costs.counts), None)
     with uncollected():
@@ -73,8 +73,9 @@ def compare(
                 schedule = make_schedule(name, ranks, microbatches, stages, slices=cut).check()
                 t = schedule.simulate(in_microbatches(costs, per, ranks / schedule.stages), per=per)
             except ScheduleError as error:
-                reason = str(error).splitlines()[0]
-                left_out.append(reason if reason.startswith(name) else f"{name}: {reason}")
+                first = str(error).splitlines()[0]
+                reason = re.sub(f"{name} takes (.*?);.*", r"\1", first)  # without advice in Python
+                left_out.setdefault(reason, []).append(name)
                 continue
             most = max(len(schedule.placement.stages_of(rank)) for rank in range(ranks))
             entries.append(
@@ -91,7 +92,7 @@ def compare(
                 )
             )
     entries.sort(key=lambda e: (round(e.total, 9), round(e.bubble, 9), e.memory))
-    return entries, left_out
+    return entries, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
 
 def named_alike(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:

@@ -257,7 +257,11 @@ REFUSED = [
     ("draw bad.csv", 1, "position 3"),
     ("draw", 2, "SCHEDULE"),
     ("names Q*", 2, "no schedule is called 'Q*'"),
-    ("compare --only DualPipe -p 3", 2, "no schedule allows these counts: DualPipe"),
+    (
+        "compare --only DualPipe -p 3",
+        2,
+        "no schedule fits these counts: DualPipe (an even number of ranks, not 3)",
+    ),
     ("check good.csv --ranks 3", 1, "the schedule has 2 ranks, not 3"),
     ("check junk.csv", 1, "found 'junk'"),
     ("check hole.csv", 1, "no rank holds stage 1"),
@@ -265,7 +269,7 @@ REFUSED = [
     ("check forwards.csv", 1, "0B0 (or 0I0 and 0W0) is missing"),
     ("check .", 2, "there is no file"),
     ("compare -p 0", 2, "0 is not in the range x>=1"),
-    ("compare --costs F=1:2", 2, "takes a multiple of 4 stages on 4 ranks, not 2"),
+    ("compare --costs F=1:2", 2, "(a multiple of 4 stages on 4 ranks, not 2)"),
     ("compare --memory 60GB", 2, "'60GB' is in bytes, but saved=1.0 counts microbatches"),
     ("solve --memory 60GB", 2, "give costs with saved in bytes, as fpipe.measure_costs does"),
     ("solve --memory lots", 2, "memory='lots' is no limit"),
@@ -507,9 +511,16 @@ def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
 
 def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, "compare", "-p", "3", "-m", "5", "--costs", "boundary=2000000,saved=3e6")
-    assert re.search(r"^DualPipe\b.*3 ranks are\s+odd", out.split("not for these counts:")[1], re.M)
+    [left_out] = re.findall(r"^not for these counts: .*", out, re.M)
+    assert left_out.endswith(": DualPipe, Chimera (an even number of ranks, not 3)")
     assert "MiB" in out
     assert "volume" in out
+    out = printed(capsys, "compare", "-p", "4", "-m", "8", "--stages", "16")
+    left_out = " ".join(out.split()).partition(" not for these counts: ")[2]
+    assert left_out.startswith(
+        "ZBVZeroBubble, DualPipeV, VHalf, VMin (8 stages on 4 ranks, not 16), "
+        "Overlapped1F1B, DualPipe, Chimera (4 stages on 4 ranks, not 16)"
+    )
 
 
 def test_compare_names_the_one_to_take(

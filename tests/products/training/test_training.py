@@ -108,7 +108,7 @@ def test_screen_shows_what_is_reported(terminal: bool, monkeypatch: pytest.Monke
             "unexpected argument 'DualPipeV'; name a schedule with --schedule DualPipeV",
         ),
         (["--ranks", "four"], "'four' is not a valid whole number"),
-        (["--schedule", "DualPipe", "--ranks", "3"], "3 ranks are odd"),
+        (["--schedule", "DualPipe", "--ranks", "3"], "an even number of ranks, not 3"),
         (["--schedule", "nothing.csv"], "there is no file 'nothing.csv'"),
         (["--width", "6"], "multiple of 4"),
         (["--ranks", "0"], "0 is not in the range"),
