@@ -202,7 +202,7 @@ def compare(
     taken = _taken(chosen, limit)
     entries.sort(key=lambda entry: entry.memory > limit * ALMOST)
     take = chosen and chosen.name
-    columns = _COLUMNS.format(_one(price), "" if limit == inf else "; ! is over the limit")
+    columns = _COLUMNS.format(_one(price), "" if limit == inf else " within the limit; ! is over it")
     rows = comparison.table(entries, limit)
     if out:
         title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"

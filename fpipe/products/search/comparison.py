@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import compress
 from math import inf
 from typing import NamedTuple
 
@@ -151,15 +152,16 @@ def held(memory: float) -> str:
 
 
 def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
-    """The rows of a table below its head, the least of each column with a star where it is not the
-    same in all, and a memory over ``limit`` with an exclamation mark.
+    """The rows of a table below its head, with an exclamation mark at a memory over ``limit``. Of the
+    others the least of each column has a star, where it is not the same in all.
 
     >>> from fpipe.products.pictures.labels import aligned
-    >>> rows = table(compare(4, 8, names=["ZB2P", "ZBV"])[0], limit=6)
+    >>> rows = table(compare(4, 8, names=["ZB2P", "VMin", "ZBV"])[0], limit=6)
     >>> print(*aligned(rows, " "), sep="\\n")
     schedule  total  memory  bubble  stages  weights  messages
-    ZBV        25.5*      4*  0.00%       8       1x        96
-    ZB2P         27       8!  0.00%       4       1x        48*
+    ZBV        25.5*      4   0.00%*      8       1x        96
+    ZB2P         27       8!  0.00%       4       1x        48
+    VMin       29.5       2* 18.64%       8       1x        96
     """
     columns = {
         "total": number,
@@ -172,17 +174,20 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     if any(entry.volume for entry in entries):
         columns["volume"] = size_text
     values = {field: [round(getattr(e, field), 9) for e in entries] for field in columns}
-    best = {
-        f: min(v) for f, v in values.items() if f not in {"stages", "weights"} and min(v) < max(v)
-    }
+    fits = [memory <= limit * ALMOST for memory in values["memory"]]
+    best = {}
+    for field in values.keys() - {"stages", "weights"}:
+        within = {*compress(values[field], fits)}
+        if len(within) > 1:
+            best[field] = min(within)
     rows: list[list[object]] = [["schedule", *(f"{field} " for field in columns)]]
     for place, entry in enumerate(entries):
         parted = re.sub("(?<=[a-z])(?=[A-Z0-9])", "<wbr>", entry.name)  # for narrow pages
         cells: list[object] = [Cell(entry.name, parted)]
         for field, show in columns.items():
             value = values[field][place]
-            mark = "*" if value == best.get(field) else " "
-            if field == "memory" and value > limit * ALMOST:
+            mark = "*" if fits[place] and value == best.get(field) else " "
+            if field == "memory" and not fits[place]:
                 mark = "!"
             text = show(value) + mark
             cells.append(Cell(text, text.replace(" ", "&nbsp;")))

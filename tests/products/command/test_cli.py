@@ -540,7 +540,9 @@ def test_compare_names_the_one_to_take(
         str(picture),
     )
     assert "take VHalf, the shortest step within memory 3: total 26.5" in out
-    assert re.search(r"^1F1B .* 4! ", out, re.M) and "; ! is over the limit" in out
+    assert re.search(r"^1F1B .* 4! ", out, re.M) and "within the limit; ! is over it" in out
+    starred = [line.split()[0] for line in out.splitlines()[:24] if "*" in line]
+    assert starred == ["VHalf", "VMin"], "one over the limit cannot be taken"
     assert re.findall(r"^V\w+|^ZBV\w+", out, re.M) == ["VHalf", "VMin", "ZBVZeroBubble"], (
         "those within the limit come first"
     )
