@@ -182,8 +182,7 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
             best[field] = min(within)
     rows: list[list[object]] = [["schedule", *(f"{field} " for field in columns)]]
     for place, entry in enumerate(entries):
-        parted = re.sub("(?<=[a-z])(?=[A-Z0-9])", "<wbr>", entry.name)  # for narrow pages
-        cells: list[object] = [Cell(entry.name, parted)]
+        cells: list[object] = [entry.name]
         for field, show in columns.items():
             value = values[field][place]
             mark = "*" if fits[place] and value == best.get(field) else " "
