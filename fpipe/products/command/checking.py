@@ -202,22 +202,23 @@ def compare(
     taken = _taken(chosen, limit)
     entries.sort(key=lambda entry: entry.memory > limit * ALMOST)
     take = chosen and chosen.name
-    columns = _COLUMNS.format(_one(price), "" if limit == inf else " within the limit; ! is over it")
+    marks = "" if limit == inf else " within the limit; ! is over it"
+    columns = _COLUMNS.format(_one(price), marks)
     rows = comparison.table(entries, limit)
     if out:
-        title = f"Time against memory: {counted(p, 'rank')}, {counted(m, 'microbatch')}\n{priced}"
-        below = f"<p>{taken}</p>{pictures.table(rows[0], rows[1:])}<p>{escape(columns)}</p>"
+        counts = f"{counted(p, 'rank')}, {counted(m, 'microbatch')}"
+        title = f"Time against memory: {counts}\n{taken}\n{priced}"
+        below = f"{pictures.table(rows[0], rows[1:])}<p>{escape(columns)}</p>"
         pictures.frontier([*comparison.points(entries)], out, look, title, limit, take or "", below)
     if as_json:
         found = [entry._asdict() for entry in entries]
         print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    _say_problem(p, m, priced)
+    _say_problem(p, m, f"{priced}\n\n{taken}")
     click.echo("\n".join(pictures.aligned(rows, " ")))
     say(f"\n{columns}")
     if unsupported:
         say(f"\nnot for these counts: {', '.join(unsupported)}")
-    say(f"\n{taken}")
     if out:
         click.echo(f"wrote {out}")
 
@@ -232,15 +233,15 @@ def _say_problem(ranks: int, microbatches: int, rest: str) -> None:
     say(f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n")
 
 
-_NONE = "no named schedule holds at most {:.6g}"
+_NONE = "no named schedule holds at most {}"
 
 
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
-        return f"{_NONE.format(limit)}; give more, or try fpipe solve --memory {limit:.6g}"
+        return f"{_NONE.format(held(limit))}; give more, or try fpipe solve --memory {limit:.6g}"
     return (
-        f"take {chosen.name}, the shortest step{f' within memory {limit:.6g}' * (limit < inf)}: "
-        f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {chosen.memory:.6g}, "
+        f"take {chosen.name}, the shortest step{f' within memory {held(limit)}' * (limit < inf)}: "
+        f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {held(chosen.memory)}, "
         f"weights {chosen.weights:g}x"
     )
 
@@ -263,7 +264,7 @@ def _verdict(
             f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g} "
             f"(set by {best.bound.reason})"
         )
-    named = _NONE.format(limit)
+    named = _NONE.format(held(limit))
     as_good = False
     rows = [("solved", t.span, t.total, max(t.peak_bytes))]
     if taken := comparison.take(entries, limit):

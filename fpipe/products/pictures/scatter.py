@@ -35,7 +35,7 @@ ABOUT = (
     "Lower left is better: for each grey schedule a green one takes no more time and "
     "no more memory."
 )
-TAKE = "The ring marks the one to take: {}."
+TAKE = "The ring marks the one to take."
 #: settings of matplotlib; names of the theme stand for their colours
 SETTINGS = """\
 text.color ink
@@ -70,7 +70,7 @@ def paint(
     """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold, and ``take``
     the name of the point to take. A page has the HTML ``below`` the picture.
     """
-    said = [*title.splitlines(), ABOUT, *([TAKE.format(take)] if take else [])]
+    said = [*title.splitlines(), ABOUT, *([TAKE] if take else [])]
     if suffix != ".html":
         return _figure(points, look, suffix, [] if look.paper else said, limit, take)
     parts = [f"<h2>{escape(said[0])}</h2>", *(f"<p>{escape(line)}</p>" for line in said[1:])]

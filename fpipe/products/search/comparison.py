@@ -152,8 +152,8 @@ def held(memory: float) -> str:
 
 
 def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
-    """The rows of a table below its head, with an exclamation mark at a memory over ``limit``. Of the
-    others the least of each column has a star, where it is not the same in all.
+    """The rows of a table below its head, with an exclamation mark at a memory over ``limit``. The
+    least of each column among the others has a star, where it is not the same in all.
 
     >>> from fpipe.products.pictures.labels import aligned
     >>> rows = table(compare(4, 8, names=["ZB2P", "VMin", "ZBV"])[0], limit=6)

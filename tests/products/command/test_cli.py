@@ -514,7 +514,7 @@ def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     [left_out] = re.findall(r"^not for these counts: .*", out, re.M)
     assert left_out.endswith(": DualPipe, Chimera (an even number of ranks, not 3)")
     assert "MiB" in out
-    assert "volume" in out
+    assert "volume" in out and ", memory 8.6 MiB, weights 1x" in " ".join(out.split())
     out = printed(capsys, "compare", "-p", "4", "-m", "8", "--stages", "16")
     left_out = " ".join(out.split()).partition(" not for these counts: ")[2]
     assert left_out.startswith(
@@ -539,7 +539,8 @@ def test_compare_names_the_one_to_take(
         "--out",
         str(picture),
     )
-    assert "take VHalf, the shortest step within memory 3: total 26.5" in out
+    verdict = "take VHalf, the shortest step within memory 3: total 26.5"
+    assert out.splitlines()[2].startswith(verdict), "above the table"
     assert re.search(r"^1F1B .* 4! ", out, re.M) and "within the limit; ! is over it" in out
     starred = [line.split()[0] for line in out.splitlines()[:24] if "*" in line]
     assert starred == ["VHalf", "VMin"], "one over the limit cannot be taken"
@@ -549,6 +550,7 @@ def test_compare_names_the_one_to_take(
     assert out.endswith(f"\nwrote {picture}\n")
     drawn = ElementTree.parse(picture).getroot()
     labels = [label.text or "" for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(label.startswith(verdict) for label in labels)
     assert "VMin" in labels and "Time against memory: 4 ranks, 8 microbatches" in labels
     assert "\xa0a rank may hold 3" in labels
     for name, start in (
@@ -557,7 +559,9 @@ def test_compare_names_the_one_to_take(
     ):
         printed(capsys, "compare", "-p", "4", "-m", "8", "--out", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(start)
-    page = re.sub("</?(?!wbr)[^>]*>", "", (tmp_path / "a.html").read_text(encoding="utf-8"))
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<p>take ZBVZeroBubble, the shortest step: " in text.partition("<svg")[0]
+    page = re.sub("</?(?!wbr)[^>]*>", "", text)
     assert "InterleavedZeroBubble" in page, "a name has no place where a line may end"
     assert "25.5*" in page and "the fewest weights, then the least memory" in page
     found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
