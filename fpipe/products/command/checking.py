@@ -250,7 +250,8 @@ _MEANINGS = """
 span: the longest time of one rank, from its first action to its last
 total: from the first start to the last end of all ranks; it exceeds the span if
   no rank is both the first to start and the last to end
-memory: the fullest rank's peak{}"""
+memory: the fullest rank's peak{}
+bubble: idle share, 1 - work / span"""
 
 
 def _verdict(
@@ -266,17 +267,20 @@ def _verdict(
         )
     named = _NONE.format(held(limit))
     as_good = False
-    rows = [("solved", t.span, t.total, max(t.peak_bytes))]
+    rows = [("solved", t.span, t.total, max(t.peak_bytes), t.bubble)]
     if taken := comparison.take(entries, limit):
-        rows.append((taken.name, taken.span, taken.total, taken.memory))
-        _, *pairs = zip(*rows, strict=True)
+        rows.append((taken.name, taken.span, taken.total, taken.memory, taken.bubble))
+        _, *pairs, _ = zip(*rows, strict=True)
         as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
         span, total, more = (f"{theirs / ours - 1:+.1%}" for ours, theirs in pairs)
         named = f"best named schedule: {taken.name} (span {span}, total {total}, memory {more})"
     if as_good:
         named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
-    cells = [(name, f"{span:.6g}", f"{total:.6g}", held(most)) for name, span, total, most in rows]
-    table = "\n".join(pictures.aligned([("", "span", "total", "memory"), *cells]))
+    cells = [
+        (name, f"{span:.6g}", f"{total:.6g}", held(most), f"{max(bubble, 0):.2%}")
+        for name, span, total, most, bubble in rows
+    ]
+    table = "\n".join(pictures.aligned([("", "span", "total", "memory", "bubble"), *cells]))
     text = f"{fill(found, 80)}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
     if not as_good:
         places = f"stages by rank: {repr(best.placement)[10:-1]}"

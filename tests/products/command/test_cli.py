@@ -606,7 +606,7 @@ def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: P
     commands = "try: ", "wrote "  # which are copied, so they stay in one line
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith(commands))
     t = Schedule.from_csv(plan).check().simulate(Costs.from_json(costs.read_text()))
-    figures = rf"^solved +{t.span:.6g} +{t.total:.6g} +{size_text(max(t.peak_bytes))}$"
+    figures = rf"^solved +{t.span:.6g} +{t.total:.6g} +{size_text(max(t.peak_bytes))} +[\d.]+%$"
     assert max(t.peak_bytes) <= 6e9
     assert re.search(figures.replace("+0", r"\+0"), out, re.M)
     assert cli.main(["solve", "-p", "2", "-m", "6", "--costs", str(costs), "--memory", "1GB"]) == 2
@@ -619,8 +619,10 @@ def test_solve_holds_no_more_than_a_named_schedule_of_equal_times(
     uneven = ",".join(f"{op}=1:2:1:1" for op in "FIW")
     text = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", uneven)
     *_, solved, named = text.splitlines()[:10]
-    assert solved.split() == ["solved", "48", "49", "4"]
-    assert named.split() == ["ZBH1", "48", "49", "4"], "no interleaved one of one stage a rank"
+    assert solved.split() == ["solved", "48", "49", "4", "37.50%"]
+    assert named.split() == ["ZBH1", "48", "49", "4", "37.50%"], (
+        "no interleaved one of one stage a rank"
+    )
     [command] = re.findall("^try: fpipe (.*)", text, re.M)  # it left out --stages, and failed
     assert "total 49, bubble" in printed(capsys, *shlex.split(command))
 
@@ -635,9 +637,9 @@ def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.Cap
     assert third == "try: fpipe draw ZBVZeroBubble -p 4 -m 8 --stages 8"
     assert not any(line.startswith(("rank 0", "stages by rank")) for line in table)
     assert [row.split() for row in table[:3]] == [
-        ["span", "total", "memory"],
-        ["solved", "24", "25.5", "4"],
-        ["ZBVZeroBubble", "24", "25.5", "4"],
+        ["span", "total", "memory", "bubble"],
+        ["solved", "24", "25.5", "4", "0.00%"],
+        ["ZBVZeroBubble", "24", "25.5", "4", "0.00%"],
     ]
     uneven = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", "F=1:2:1:2")
     assert re.search(
