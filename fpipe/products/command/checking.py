@@ -265,6 +265,14 @@ def _verdict(
             f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g} "
             f"(set by {best.bound.reason})"
         )
+    found = fill(found, 80)
+    mean = sum(t.busy) / best.ranks
+    if best.bound.reason.endswith("its work") and best.bound > mean * ALMOST:
+        uneven = (
+            f"the busiest rank works for {best.bound:.6g}, ranks on average for {mean:.6g}: a more "
+            "even cut of the layers into stages allows a shorter span, see fpipe.balance"
+        )
+        found += f"\n{fill(uneven, 80)}"
     named = _NONE.format(held(limit))
     as_good = False
     rows = [("solved", t.span, t.total, max(t.peak_bytes), t.bubble)]
@@ -281,7 +289,7 @@ def _verdict(
         for name, span, total, most, bubble in rows
     ]
     table = "\n".join(pictures.aligned([("", "span", "total", "memory", "bubble"), *cells]))
-    text = f"{fill(found, 80)}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
+    text = f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
     if not as_good:
         places = f"stages by rank: {repr(best.placement)[10:-1]}"
         text += "\n" + fill(places, 80, subsequent_indent="  ")
@@ -337,7 +345,8 @@ def solve(
     given = f"-p {p} -m {m} --stages {best.stages}{priced}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
-    _say_problem(p, m, f"stages {best.stages}, {_priced(price, per)}{within}")
+    origin = " (from the costs)" * bool(price.counts)
+    _say_problem(p, m, f"stages {best.stages}{origin}, {_priced(price, per)}{within}")
     click.echo(_verdict(best, once, limit, given, _one(price)), color=True)
     if out:
         best.to_csv(out)

@@ -200,8 +200,8 @@ def _paths(count: int, ranks: int, placement: Kind | Placement) -> list[tuple[in
         return list(placement.paths)
     if count % ranks:
         raise ScheduleError(
-            f"{count} stages cannot be placed evenly on {ranks} ranks; give costs of a multiple of "
-            f"{ranks} stages, or a Placement",
+            f"{count} stages cannot be placed evenly on {ranks} ranks; give a multiple of {ranks}, "
+            "or a Placement",
             rule="stages",
         )
     per_rank = count // ranks

@@ -618,7 +618,7 @@ def test_solve_holds_no_more_than_a_named_schedule_of_equal_times(
     """It placed Ws where a rank held 8 microbatches, for the span and the total of one with 4."""
     uneven = ",".join(f"{op}=1:2:1:1" for op in "FIW")
     text = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", uneven)
-    *_, solved, named = text.splitlines()[:10]
+    *_, solved, named = text.partition("\n\nspan: ")[0].splitlines()
     assert solved.split() == ["solved", "48", "49", "4", "37.50%"]
     assert named.split() == ["ZBH1", "48", "49", "4", "37.50%"], (
         "no interleaved one of one stage a rank"
@@ -647,6 +647,9 @@ def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.Cap
     )
     uneven = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", "F=1:1:1:2,I=1:1:1:2,W=1")
     assert "(span +7.5%, total +0.0%, memory -42.9%)" in uneven
+    assert "stages 4 (from the costs)" in uneven and "stages 8," in text
+    assert "\nthe busiest rank works for 40, ranks on average for 28: a more even cut" in uneven
+    assert "busiest" not in text, "no cut is better"
     limit = printed(capsys, "solve", "-p", "4", "-m", "8", "--memory", "1", "--seconds", "0.1")
     assert "\nno named schedule holds at most 1\n" in limit
     assert "memory at most 1\n" in limit.partition("\n\n")[0] + "\n"
