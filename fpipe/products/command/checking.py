@@ -202,8 +202,7 @@ def compare(
     taken = _taken(chosen, limit)
     entries.sort(key=lambda entry: entry.memory > limit * ALMOST)
     take = chosen and chosen.name
-    marks = "" if limit == inf else " within the limit; ! is over it"
-    columns = _COLUMNS.format(_one(price), marks)
+    columns = _COLUMNS.format(_one(price), " within the limit; ! is over it" * (limit < inf))
     rows = comparison.table(entries, limit)
     if out:
         counts = f"{counted(p, 'rank')}, {counted(m, 'microbatch')}"
@@ -276,7 +275,7 @@ def _verdict(
     named = _NONE.format(held(limit))
     as_good = False
     rows = [("solved", t.span, t.total, max(t.peak_bytes), t.bubble)]
-    if taken := comparison.take(entries, limit):
+    if taken := comparison.take(entries, limit, "span"):
         rows.append((taken.name, taken.span, taken.total, taken.memory, taken.bubble))
         _, *pairs, _ = zip(*rows, strict=True)
         as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
@@ -345,8 +344,8 @@ def solve(
     given = f"-p {p} -m {m} --stages {best.stages}{priced}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
-    origin = " (from the costs)" * bool(price.counts)
-    _say_problem(p, m, f"stages {best.stages}{origin}, {_priced(price, per)}{within}")
+    count = f"stages {best.stages}{' (from the costs)' * bool(price.counts)}"
+    _say_problem(p, m, f"{count}, {_priced(price, per)}{within}")
     click.echo(_verdict(best, once, limit, given, _one(price)), color=True)
     if out:
         best.to_csv(out)

@@ -123,12 +123,16 @@ def in_microbatches(costs: Costs, per: Per, share: float) -> Costs:
     return replace(costs, saved=share, kept=kept)
 
 
-def take(entries: Sequence[Entry], limit: float = inf) -> Entry | None:
-    """The schedule to take: of those that hold at most ``limit`` the one of the least total, then
-    of the fewest weights, then of the least memory.
+def take(entries: Sequence[Entry], limit: float = inf, time: str = "total") -> Entry | None:
+    """The schedule to take: of those that hold at most ``limit`` the one of the least ``time``
+    ("span" or "total"), then of the least total, the fewest weights and the least memory.
     """
     fitting = [entry for entry in entries if entry.memory <= limit * ALMOST]
-    return min(fitting, key=lambda e: (round(e.total, 9), e.weights, e.memory), default=None)
+    return min(
+        fitting,
+        key=lambda e: (round(getattr(e, time), 9), round(e.total, 9), e.weights, e.memory),
+        default=None,
+    )
 
 
 def points(entries: Sequence[Entry]) -> Iterator[TimeAndMemory]:
