@@ -232,12 +232,12 @@ def _say_problem(ranks: int, microbatches: int, rest: str) -> None:
     say(f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n")
 
 
-_NONE = "no named schedule holds at most {}"
-
-
 def _taken(chosen: comparison.Entry | None, limit: float) -> str:
     if chosen is None:
-        return f"{_NONE.format(held(limit))}; give more, or try fpipe solve --memory {limit:.6g}"
+        return (
+            f"none of these schedules holds at most {held(limit)}; give more, or try fpipe solve "
+            f"--memory {limit:.6g}"
+        )
     return (
         f"take {chosen.name}, the shortest step{f' within memory {held(limit)}' * (limit < inf)}: "
         f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {held(chosen.memory)}, "
@@ -272,7 +272,7 @@ def _verdict(
             "even cut of the layers into stages allows a shorter span, see fpipe.balance"
         )
         found += f"\n{fill(uneven, 80)}"
-    named = _NONE.format(held(limit))
+    named = f"no named schedule holds at most {held(limit)}"
     as_good = False
     rows = [("solved", t.span, t.total, max(t.peak_bytes), t.bubble)]
     if taken := comparison.take(entries, limit, "span"):

@@ -564,6 +564,8 @@ def test_compare_names_the_one_to_take(
     page = re.sub("</?(?!wbr)[^>]*>", "", text)
     assert "InterleavedZeroBubble" in page, "a name has no place where a line may end"
     assert "25.5*" in page and "the fewest weights, then the least memory" in page
+    heavy = printed(capsys, "compare", "-p", "4", "-m", "8", "--only", "GPipe", "--memory", "3")
+    assert "none of these schedules holds at most 3; give more" in heavy, "VHalf does"
     found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
     assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
 
