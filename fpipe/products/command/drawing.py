@@ -44,7 +44,10 @@ from .options import option
     "--difference",
     "Colour actions by how much earlier or later they end than in the first schedule.",
 )
-@option("--full", "All of a long steady state, whose middle is left out otherwise.")
+@option(
+    "--full",
+    "All of a long steady state, whose middle is left out otherwise. Text names each action.",
+)
 @option("--color/--no-color", "Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...],

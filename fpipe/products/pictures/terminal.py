@@ -38,6 +38,8 @@ MARKS = """\
 & fused
 . idle""".splitlines()
 
+SHARES = "letters show shares of time, not order"  #: where actions share a column
+
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 Line: TypeAlias = list[Cell]
 
@@ -270,13 +272,16 @@ def _legend(
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
             texts.append(labels.SMALL)
         texts += [text for text in MARKS if text[0] in marks]
-    if layout.detail == 3:
-        texts.append(labels.NAMES[2])
-    if not layout.detail:
-        texts.append(
-            f"a column is {labels.time(1 / layout.scale, scenes[0])} of time; "
-            "its letter: what fills most of it"
-        )
+    if layout.detail:
+        texts.append(labels.naming(scenes, layout.detail))
+    else:
+        length = 1 / layout.scale
+        count = round(length / min(scene.cell for scene in scenes))
+        actions = f" or {count} short actions" * (count > 1)
+        texts += [
+            f"a column is {labels.time(length, scenes[0])} of time{actions}",
+            SHARES if actions else "a letter: what fills most of a column",
+        ]
     entries += [((), text) for text in texts]
     line: Line = []
     for keys, text in [*entries, *labels.tints(scenes)]:

@@ -309,6 +309,30 @@ def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, 
     assert text.count("\nrank 3 ") == panels
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "legend"),
+    [
+        ("ZBV", 80, "a column is 2 of time or 2 short actions  letters show shares of time, not"),
+        ("ZBV", 40, "a column is 3 of time or 3 short actions\nletters show shares of time, not"),
+        ("ZBV", 160, "  a column is 1 of time  a letter: what fills most of a column"),
+        ("1F1B", 40, "a column is 1 of time\na letter: what fills most of a column"),
+    ],
+)
+def test_the_legend_says_where_actions_share_a_column(name: str, width: int, legend: str):
+    """Two actions of a column were said to be what fills most of it, and seemed to be in order."""
+    assert legend in pictures.draw(timeline(name, 16, 64), width=width, color=False)
+
+
+@pytest.mark.parametrize("color", [False, True])
+def test_text_says_what_the_names_of_actions_are(color: bool):
+    """Only those with a stage were explained: not F0, and not F0.1 of a slice."""
+    draw = lambda t: pictures.draw(t, width=80, color=color)
+    assert "1F0: F of microbatch 0 on stage 1" in draw(timeline("ZBV"))
+    assert "  F0: F of microbatch 0" in draw(timeline("ZBV", 8, 16)).replace("\n", "  ")
+    sliced = make_schedule("Seq1F1B", 4, 8, slices=2).simulate()
+    assert "0.1: slice 1 of microbatch 0" in draw(sliced)
+
+
 @pytest.mark.parametrize(("name", "width"), [("1F1B", 80), ("ZBV", 120), ("ZBV", 160)])
 def test_a_strip_has_one_line_a_rank(name: str, width: int):
     measured = replace(timeline(name, costs="comm=3"), unit="ms", memory={})
