@@ -47,14 +47,22 @@ def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     figure = Figure()
     plot(scenes, look, new_axes(figure, scenes, look))
     if not look.paper:
-        return figure_bytes(figure, suffix)
+        return figure_bytes(figure, suffix, look)
     drawn = figure.get_tightbbox()
     width = figure.get_figwidth()  # as wide as was asked for
-    return figure_bytes(figure, suffix, Bbox([[0, drawn.y0 - 0.04], [width, drawn.y1 + 0.04]]))
+    box = Bbox([[0, drawn.y0 - 0.04], [width, drawn.y1 + 0.04]])
+    return figure_bytes(figure, suffix, look, box)
 
 
-def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") -> bytes:
-    """A figure as a file, the same bytes each time; a PDF contains its fonts."""
+def figure_bytes(
+    figure: Figure,
+    suffix: str,
+    look: Look,
+    box: Bbox | str | None = "tight",
+) -> bytes:
+    """A figure as a file, the same bytes each time; a PDF contains its fonts. A PNG for a paper has
+    the 300 dots to the inch that journals ask for, another one two to a pixel.
+    """
     file = BytesIO()
     dates = {".pdf": "CreationDate", ".svg": "Date"}
     undated = {dates[suffix]: None} if suffix in dates else {}
@@ -64,7 +72,7 @@ def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") 
             format=suffix[1:],
             bbox_inches=box,
             pad_inches=0.15,
-            dpi=192,
+            dpi=300 if look.paper else 192,
             metadata=undated,
         )
     return file.getvalue()

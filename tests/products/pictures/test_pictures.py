@@ -1135,6 +1135,17 @@ def test_png_has_the_colours_of_all_kinds_of_work(
         assert inks.get(colours.rgb(fills[key]), 0) > 20, key
 
 
+@pytest.mark.parametrize(("paper", "dots"), [(True, 300), (False, 192)])
+def test_a_png_has_the_dots_of_its_paper_and_the_width_that_was_asked_for(
+    tmp_path: Path, paper: bool, dots: int
+):
+    """Journals take 300 dots to the inch; pictures for a paper had 192."""
+    pictures.save(timeline(), tmp_path / "a.png", Look(paper=paper, width=3.4 * 96))
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.info["dpi"] == pytest.approx((dots, dots), abs=0.02)
+        assert not paper or image.width == 3.4 * dots
+
+
 def test_pdf_contains_its_fonts_and_is_the_same_each_time(tmp_path: Path):
     for name in ("a.pdf", "b.pdf"):
         timeline(costs="overlap=3").save(tmp_path / name)
