@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .scene import ABSENT, CAUSES, SAME, Bar, Look, Scene, Scenes, has_curves
+from .scene import ABSENT, CAUSES, SAME, Bar, Look, Scene, Scenes, has_curves, has_fused
 
 
 def percent(share: float) -> str:
@@ -261,7 +261,7 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     yield from kinds(scenes, dense)
     if dense:
         yield (), "height: share of the time"
-    elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
+    elif has_fused(scenes):
         yield ("F0", "B0"), "fused"
     yield from tints(scenes)
     for cause, text in CAUSES.items():

@@ -32,7 +32,7 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import wrapped
-from .scene import Look, Scene, Scenes, has_curves
+from .scene import Look, Scene, Scenes, has_curves, has_fused
 from .shapes import CURVE, GAP, PALE, Frame, Label, Rect, frame, natural_size, shapes
 
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
@@ -64,8 +64,6 @@ def figure_bytes(
     the 300 dots to the inch that journals ask for, another one two to a pixel.
     """
     file = BytesIO()
-    dates = {".pdf": "CreationDate", ".svg": "Date"}
-    undated = {dates[suffix]: None} if suffix in dates else {}
     with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "fpipe"}):
         figure.savefig(
             file,
@@ -73,7 +71,7 @@ def figure_bytes(
             bbox_inches=box,
             pad_inches=0.15,
             dpi=300 if look.paper else 192,
-            metadata=undated,
+            metadata={".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(suffix),
         )
     return file.getvalue()
 
@@ -83,7 +81,7 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look) -> Axes:
     width, lane = natural_size(scenes)
     if look.paper:
         width = min(width, PAPER_WIDTH - LEFT - RIGHT)
-        lane = min(lane, 16)
+        lane = min(lane + 4, 24) if has_fused(scenes) else min(lane, 16)
     if look.width:
         width = max(look.width - LEFT - RIGHT, 60.0)
     pitch = frame(scenes, look, width, lane).pitch

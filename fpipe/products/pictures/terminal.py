@@ -38,8 +38,6 @@ MARKS = """\
 & fused
 . idle""".splitlines()
 
-SHARES = "letters show shares of time, not order"  #: where actions share a column
-
 Cell: TypeAlias = tuple[str, str]  #: a character, and the key of its ground or ""
 Line: TypeAlias = list[Cell]
 
@@ -64,11 +62,10 @@ def paint(
     width: int,
     colours: str = "",
     lines: float = LINES,
-    brief: bool = False,
 ) -> str:
     """The text of a picture ``width`` columns wide, plain or with a system of colours of rich.
 
-    It has several panels if they fill at most so many ``lines``. A ``brief`` one has no notes.
+    It has several panels if they fill at most so many ``lines``; one of 0 has no notes.
     """
     width = max(width, 16)
     if colours in SIXTEEN and scenes[-1].against:
@@ -84,7 +81,7 @@ def paint(
         for scene, rows in zip(scenes, drawn, strict=True):
             if first == 0:
                 text += [[]] * bool(text)  # between scenes
-                notes = () if brief else labels.notes(scene)
+                notes = labels.notes(scene) if lines else ()
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
                 text.append(axis)
@@ -266,7 +263,6 @@ def _legend(
     marks: Collection[str],
 ) -> Iterator[Line]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
-    entries = [*labels.kinds(scenes, not layout.colours)]
     texts: list[str] = []
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
@@ -280,11 +276,15 @@ def _legend(
         actions = f" or {count} short actions" * (count > 1)
         texts += [
             f"a column is {labels.time(length, scenes[0])} of time{actions}",
-            SHARES if actions else "a letter: what fills most of a column",
+            "letters show shares of time, not order" if actions else "a letter: what fills most of a column",
         ]
-    entries += [((), text) for text in texts]
+    entries = [
+        *labels.kinds(scenes, not layout.colours),
+        *(((), text) for text in texts),
+        *labels.tints(scenes),
+    ]
     line: Line = []
-    for keys, text in [*entries, *labels.tints(scenes)]:
+    for keys, text in entries:
         swatch = [
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]

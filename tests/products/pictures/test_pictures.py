@@ -949,6 +949,16 @@ def test_a_picture_for_a_paper_has_its_width_and_letters_of_seven_points(
     assert all(box.x0 >= 0 and box.x1 <= written[0].bbox.x1 for box in edges)
 
 
+@pytest.mark.parametrize(("name", "size"), [("ZBV", (4, 8)), ("DualPipeV", (4, 8))])
+def test_every_action_has_a_number_in_a_page_of_a_paper(name: str, size: tuple[int, int]):
+    """Halves of fused actions were lower than letters of 7 points at every width."""
+    look = Look(paper=True, width=7 * 96)
+    drawn = scenes(timeline(name, *size, costs="overlap=3" if name == "DualPipeV" else ""))
+    axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
+    (names,) = (one for one in axes.collections if isinstance(one, PathCollection))
+    assert len(names.get_paths()) == sum(len(bar.kinds) for bar in drawn[0].bars)
+
+
 # ---- many actions ----
 def test_short_actions_do_not_hide_the_others():
     """Measured steps were bands of shares, because some actions took less than two pixels."""
