@@ -276,7 +276,9 @@ def _legend(
         actions = f" or {count} short actions" * (count > 1)
         texts += [
             f"a column is {labels.time(length, scenes[0])} of time{actions}",
-            "letters show shares of time, not order" if actions else "a letter: what fills most of a column",
+            "letters show shares of time, not order"
+            if actions
+            else "a letter: what fills most of a column",
         ]
     entries = [
         *labels.kinds(scenes, not layout.colours),
