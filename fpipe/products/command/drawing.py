@@ -44,7 +44,10 @@ from .options import option
     "--difference",
     "Colour actions by how much earlier or later they end than in the first schedule.",
 )
-@option("--full", "All of a long steady state, whose middle is left out otherwise.")
+@option(
+    "--full",
+    "All of a long steady state, whose middle is left out otherwise. Text names each action.",
+)
 @option("--color/--no-color", "Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...],
@@ -89,11 +92,8 @@ def draw(
     with progress("drawing"):
         for path in out:
             pictures.save(drawn, path, shown)
-        if out:
-            text = ""
-        else:
-            width = int(look.width) if look.width else None
-            text = pictures.draw(drawn, width=width, color=color, look=shown)
+        width = int(look.width or 0) or None
+        text = "" if out else pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
         click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
     click.echo(text, nl=False, color=True)

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .scene import ABSENT, CAUSES, SAME, Bar, Look, Scene, Scenes, has_curves
+from .scene import ABSENT, CAUSES, SAME, Bar, Look, Scene, Scenes, has_curves, has_fused
 
 
 def percent(share: float) -> str:
@@ -261,7 +261,7 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     yield from kinds(scenes, dense)
     if dense:
         yield (), "height: share of the time"
-    elif any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars):
+    elif has_fused(scenes):
         yield ("F0", "B0"), "fused"
     yield from tints(scenes)
     for cause, text in CAUSES.items():
@@ -270,8 +270,7 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     if has_curves(scenes, look):
         yield ("curve",), "memory held"
     if detail and not dense:
-        sliced = scenes[0].timeline.slices > 1
-        yield (), "0.1: slice 1 of microbatch 0" if sliced else NAMES[detail - 1]
+        yield (), naming(scenes, detail)
         if scenes[-1].against:  # tints say when actions end, letters what they are
             coloured = {key[0] for scene in scenes for key in scene.colours}
             for op in scenes[-1].ops:
@@ -282,6 +281,12 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
 
 
 # ---- names of actions ----
+def naming(scenes: Scenes, detail: int) -> str:
+    """What a name in a bar is, as an example."""
+    sliced = scenes[0].timeline.slices > 1
+    return "0.1: slice 1 of microbatch 0" if sliced else NAMES[detail - 1]
+
+
 def name(part: Action, detail: int) -> str:
     """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 what follows its
     letter, 0 nothing.

@@ -90,7 +90,7 @@ def _text(
 
 def strip(timeline: Timeline, console: Console, width: int) -> str:
     """A timeline on one axis, without notes, for a console of rich."""
-    return terminal.paint(scenes(timeline), width, colours_of(console), 0, brief=True)
+    return terminal.paint(scenes(timeline), width, colours_of(console), 0)
 
 
 def plot(

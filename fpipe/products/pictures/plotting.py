@@ -32,7 +32,7 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import wrapped
-from .scene import Look, Scene, Scenes, has_curves
+from .scene import Look, Scene, Scenes, has_curves, has_fused
 from .shapes import CURVE, GAP, PALE, Frame, Label, Rect, frame, natural_size, shapes
 
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
@@ -47,25 +47,31 @@ def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
     figure = Figure()
     plot(scenes, look, new_axes(figure, scenes, look))
     if not look.paper:
-        return figure_bytes(figure, suffix)
+        return figure_bytes(figure, suffix, look)
     drawn = figure.get_tightbbox()
     width = figure.get_figwidth()  # as wide as was asked for
-    return figure_bytes(figure, suffix, Bbox([[0, drawn.y0 - 0.04], [width, drawn.y1 + 0.04]]))
+    box = Bbox([[0, drawn.y0 - 0.04], [width, drawn.y1 + 0.04]])
+    return figure_bytes(figure, suffix, look, box)
 
 
-def figure_bytes(figure: Figure, suffix: str, box: Bbox | str | None = "tight") -> bytes:
-    """A figure as a file, the same bytes each time; a PDF contains its fonts."""
+def figure_bytes(
+    figure: Figure,
+    suffix: str,
+    look: Look,
+    box: Bbox | str | None = "tight",
+) -> bytes:
+    """A figure as a file, the same bytes each time; a PDF contains its fonts. A PNG for a paper has
+    the 300 dots to the inch that journals ask for, another one two to a pixel.
+    """
     file = BytesIO()
-    dates = {".pdf": "CreationDate", ".svg": "Date"}
-    undated = {dates[suffix]: None} if suffix in dates else {}
     with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "fpipe"}):
         figure.savefig(
             file,
             format=suffix[1:],
             bbox_inches=box,
             pad_inches=0.15,
-            dpi=192,
-            metadata=undated,
+            dpi=300 if look.paper else 192,
+            metadata={".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(suffix),
         )
     return file.getvalue()
 
@@ -75,7 +81,7 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look) -> Axes:
     width, lane = natural_size(scenes)
     if look.paper:
         width = min(width, PAPER_WIDTH - LEFT - RIGHT)
-        lane = min(lane, 16)
+        lane = min(lane + 4, 24) if has_fused(scenes) else min(lane, 16)
     if look.width:
         width = max(look.width - LEFT - RIGHT, 60.0)
     pitch = frame(scenes, look, width, lane).pitch

@@ -104,7 +104,7 @@ def _figure(
         figure = Figure((width / 96, height / 96))
         figure.set_layout_engine("constrained", w_pad=PAD, h_pad=PAD)
         _draw(figure, points, heading, limit, take, colours)
-        drawn = figure_bytes(figure, suffix, None)
+        drawn = figure_bytes(figure, suffix, look, None)
     if look.dark is None and suffix == ".svg":
         drawn = drawn.replace(b"<defs>", f"<style>{_dark()}</style><defs>".encode(), 1)
     return re.sub(rb'<g id="([^"]*: total [^"]*)">', rb"<g><title>\1</title>", drawn)

@@ -205,6 +205,11 @@ class Scene:
 Scenes: TypeAlias = Sequence[Scene]
 
 
+def has_fused(scenes: Scenes) -> bool:
+    """Whether bars have parts one over the other."""
+    return any(len(bar.kinds) > 1 for scene in scenes for bar in scene.bars)
+
+
 def has_curves(scenes: Scenes, look: Look) -> bool:
     """Whether memory curves are drawn."""
     shown = not look.paper if look.memory is None else look.memory

@@ -62,11 +62,10 @@ def paint(
     width: int,
     colours: str = "",
     lines: float = LINES,
-    brief: bool = False,
 ) -> str:
     """The text of a picture ``width`` columns wide, plain or with a system of colours of rich.
 
-    It has several panels if they fill at most so many ``lines``. A ``brief`` one has no notes.
+    It has several panels if they fill at most so many ``lines``; one of 0 has no notes.
     """
     width = max(width, 16)
     if colours in SIXTEEN and scenes[-1].against:
@@ -82,7 +81,7 @@ def paint(
         for scene, rows in zip(scenes, drawn, strict=True):
             if first == 0:
                 text += [[]] * bool(text)  # between scenes
-                notes = () if brief else labels.notes(scene)
+                notes = labels.notes(scene) if lines else ()
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
                 text.append(axis)
@@ -264,22 +263,30 @@ def _legend(
     marks: Collection[str],
 ) -> Iterator[Line]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
-    entries = [*labels.kinds(scenes, not layout.colours)]
     texts: list[str] = []
     if not layout.colours:
         if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
             texts.append(labels.SMALL)
         texts += [text for text in MARKS if text[0] in marks]
-    if layout.detail == 3:
-        texts.append(labels.NAMES[2])
-    if not layout.detail:
-        texts.append(
-            f"a column is {labels.time(1 / layout.scale, scenes[0])} of time; "
-            "its letter: what fills most of it"
-        )
-    entries += [((), text) for text in texts]
+    if layout.detail:
+        texts.append(labels.naming(scenes, layout.detail))
+    else:
+        length = 1 / layout.scale
+        count = round(length / min(scene.cell for scene in scenes))
+        actions = f" or {count} short actions" * (count > 1)
+        texts += [
+            f"a column is {labels.time(length, scenes[0])} of time{actions}",
+            "letters show shares of time, not order"
+            if actions
+            else "a letter: what fills most of a column",
+        ]
+    entries = [
+        *labels.kinds(scenes, not layout.colours),
+        *(((), text) for text in texts),
+        *labels.tints(scenes),
+    ]
     line: Line = []
-    for keys, text in [*entries, *labels.tints(scenes)]:
+    for keys, text in entries:
         swatch = [
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]

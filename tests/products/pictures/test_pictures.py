@@ -309,6 +309,30 @@ def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, 
     assert text.count("\nrank 3 ") == panels
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "legend"),
+    [
+        ("ZBV", 80, "a column is 2 of time or 2 short actions  letters show shares of time, not"),
+        ("ZBV", 40, "a column is 3 of time or 3 short actions\nletters show shares of time, not"),
+        ("ZBV", 160, "  a column is 1 of time  a letter: what fills most of a column"),
+        ("1F1B", 40, "a column is 1 of time\na letter: what fills most of a column"),
+    ],
+)
+def test_the_legend_says_where_actions_share_a_column(name: str, width: int, legend: str):
+    """Two actions of a column were said to be what fills most of it, and seemed to be in order."""
+    assert legend in pictures.draw(timeline(name, 16, 64), width=width, color=False)
+
+
+@pytest.mark.parametrize("color", [False, True])
+def test_text_says_what_the_names_of_actions_are(color: bool):
+    """Only those with a stage were explained: not F0, and not F0.1 of a slice."""
+    draw = lambda t: pictures.draw(t, width=80, color=color)
+    assert "1F0: F of microbatch 0 on stage 1" in draw(timeline("ZBV"))
+    assert "  F0: F of microbatch 0" in draw(timeline("ZBV", 8, 16)).replace("\n", "  ")
+    sliced = make_schedule("Seq1F1B", 4, 8, slices=2).simulate()
+    assert "0.1: slice 1 of microbatch 0" in draw(sliced)
+
+
 @pytest.mark.parametrize(("name", "width"), [("1F1B", 80), ("ZBV", 120), ("ZBV", 160)])
 def test_a_strip_has_one_line_a_rank(name: str, width: int):
     measured = replace(timeline(name, costs="comm=3"), unit="ms", memory={})
@@ -925,6 +949,16 @@ def test_a_picture_for_a_paper_has_its_width_and_letters_of_seven_points(
     assert all(box.x0 >= 0 and box.x1 <= written[0].bbox.x1 for box in edges)
 
 
+@pytest.mark.parametrize(("name", "size"), [("ZBV", (4, 8)), ("DualPipeV", (4, 8))])
+def test_every_action_has_a_number_in_a_page_of_a_paper(name: str, size: tuple[int, int]):
+    """Halves of fused actions were lower than letters of 7 points at every width."""
+    look = Look(paper=True, width=7 * 96)
+    drawn = scenes(timeline(name, *size, costs="overlap=3" if name == "DualPipeV" else ""))
+    axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
+    (names,) = (one for one in axes.collections if isinstance(one, PathCollection))
+    assert len(names.get_paths()) == sum(len(bar.kinds) for bar in drawn[0].bars)
+
+
 # ---- many actions ----
 def test_short_actions_do_not_hide_the_others():
     """Measured steps were bands of shares, because some actions took less than two pixels."""
@@ -1109,6 +1143,17 @@ def test_png_has_the_colours_of_all_kinds_of_work(
     inks = {colour: count for count, colour in image.getcolors(1 << 24)}
     for key in ("F0", "F1", "I0", "I1", "W0", "W1", "warmup", "ink"):
         assert inks.get(colours.rgb(fills[key]), 0) > 20, key
+
+
+@pytest.mark.parametrize(("paper", "dots"), [(True, 300), (False, 192)])
+def test_a_png_has_the_dots_of_its_paper_and_the_width_that_was_asked_for(
+    tmp_path: Path, paper: bool, dots: int
+):
+    """Journals take 300 dots to the inch; pictures for a paper had 192."""
+    pictures.save(timeline(), tmp_path / "a.png", Look(paper=paper, width=3.4 * 96))
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.info["dpi"] == pytest.approx((dots, dots), abs=0.02)
+        assert not paper or image.width == 3.4 * dots
 
 
 def test_pdf_contains_its_fonts_and_is_the_same_each_time(tmp_path: Path):
