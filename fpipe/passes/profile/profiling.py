@@ -35,7 +35,18 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, shares, table_in_ms, timeline
+from .costing import (
+    ABOUT,
+    MEANINGS,
+    costs,
+    cutting,
+    in_ms,
+    late,
+    length,
+    shares,
+    table_in_ms,
+    timeline,
+)
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -228,7 +239,8 @@ class Profile:
             yield self.note
         elif len(self._median) > 1 and all(run.events for run in self._last):
             would = self.simulated
-            yield late(self._alike, would.total, would.busy if self.in_turn else ())
+            busy = would.busy if self.in_turn else ()
+            yield late(self._alike, would.total, busy, cutting(would, self._price))
 
     @property
     def _sentences(self) -> Iterator[str]:
