@@ -356,6 +356,22 @@ def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: li
     assert [title.partition(":")[0] for title in titles] == drawn
 
 
+@pytest.mark.parametrize(("limit", "said"), [(1, True), (2, False)])
+def test_a_profile_says_that_processes_share_cores(
+    limit: int, said: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Actions that waited for a core looked like slow ones."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("fpipe.passes.profile.profiling.cores", lambda: limit)
+    pipe, params, x = small()
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    step(params, x)
+    words = "\n2 processes share 1 core of this machine: times include waits for a core.\n"
+    assert words not in str(step), "one process ran the ranks in turn"
+    step.in_turn = False
+    assert (words in str(step)) == said
+
+
 def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.MonkeyPatch):
     """The time in which others run is no time of messages: a slow stage is no slow link."""
     monkeypatch.setattr(sleeping_stages, "UNIT", 0.01)

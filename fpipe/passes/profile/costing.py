@@ -47,12 +47,12 @@ B: backward
 I: the part of a backward that computes gradients of inputs
 W: the part that computes gradients of weights
 -: none
-posting: announcing receives to the backend, and completing sends
-programs: actions, and sums of gradients
+posting: announcing receives to the backend early, and completing sends
+programs: running stages, and adding gradients
 sending: handing messages to the backend
 waiting: for messages that have not arrived
 the rest: other instructions, such as reductions over copies
-between: no instruction, the loop of the runner"""
+between: from an instruction to the next one, in the loop of fpipe"""
 
 #: How a rank spends its own time, for which others may wait, and what is said then.
 _OWN = {

@@ -8,6 +8,7 @@ simulated. Knows pipelines and recorded events; no backend.
 
 from __future__ import annotations
 
+import os
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,7 @@ from ...actions.product import load_product
 from ...actions.simulation import simulate_rows
 from ...actions.text import counted
 from ...actions.timeline import Timeline
+from ...devices import cores
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
@@ -241,6 +243,10 @@ class Profile:
             would = self.simulated
             busy = would.busy if self.in_turn else ()
             yield late(self._alike, would.total, busy, cutting(would, self._price))
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            if processes > cores() and not self.in_turn:
+                shared = f"{processes} processes share {counted(cores(), 'core')}"
+                yield f"{shared} of this machine: times include waits for a core."
 
     @property
     def _sentences(self) -> Iterator[str]:
