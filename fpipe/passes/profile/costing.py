@@ -274,7 +274,7 @@ def cutting(simulated: Timeline, price: Costs) -> str:
     fpipe.balance([3, 12.1], 2, pipe.schedule(4)).cuts
     """
     by_op = price.times(simulated.placement.stages)
-    times = [number(1e3 * sum(both)) for both in zip(by_op["F"], by_op["B"], strict=True)]
+    times = [number(1e3 * time) for time in map(add, by_op["F"], by_op["B"])]
     return (
         f"fpipe.balance([{', '.join(times)}], {simulated.ranks}, pipe.schedule("
         f"{simulated.microbatches // simulated.slices})).cuts proposes cuts: replace each "
@@ -315,7 +315,7 @@ def late(
     late_by = in_ms(median(excess[which]))
     often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"
     text = (
-        f"{_OWN[kind].format(rank, late_by)} than the mean of the other ranks in {often}: "
+        f"{_OWN[kind].format(rank, late_by)} than the mean of the other ranks in {often}, "
         f"{share(which):.0%} of a step of {in_ms(whole)}. They wait for it."
     )
     if kind != "programs":

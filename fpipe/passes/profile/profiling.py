@@ -244,9 +244,11 @@ class Profile:
             busy = would.busy if self.in_turn else ()
             yield late(self._alike, would.total, busy, cutting(would, self._price))
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            if processes > cores() and not self.in_turn:
-                shared = f"{processes} processes share {counted(cores(), 'core')}"
-                yield f"{shared} of this machine: times include waits for a core."
+            if processes > cores():
+                yield (
+                    f"{processes} processes share {counted(cores(), 'core')} of this machine: "
+                    "times include waits for a core."
+                )
 
     @property
     def _sentences(self) -> Iterator[str]:
