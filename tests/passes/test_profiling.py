@@ -177,6 +177,8 @@ def ran(rank: int, start: float, computes: float, pause: float = 0.0) -> Run:
 
 
 THAN = "than the mean of the other ranks"
+STARTS = "Shorten what rank 2 does before a step: it starts"
+MOVE = "Move work from rank {} to other ranks: it computes"
 LATE = [
     (
         (0, 4, 0),
@@ -190,19 +192,20 @@ LATE = [
         (0, 4, 0),
         (2, 4, 0),
         8,
-        f"Rank 2 starts 2000 ms later {THAN} in every step: 20% of",
+        f"{STARTS} 2000 ms later {THAN} in every step, 20% of",
     ),
     (
         (0, 4, 0),
         (0, 4, 0),
         (2, 4, 0),
         9,
-        f"Rank 2 starts 2000 ms later {THAN} in every step: 10% of",
+        f"{STARTS} 2000 ms later {THAN} in every step, 10% of",
     ),
     ((0, 4, 0), (0, 4, 0), (2, 4, 0), 10, "The ranks are even"),  # it would have waited as long
-    ((0, 4, 0), (0, 7, 0), (0, 4, 0), 10, f"Rank 1 computes 3000 ms longer {THAN} in"),
-    ((0, 1, 0), (0, 7, 0), (0, 4, 0), 10, f"Rank 1 computes 4500 ms longer {THAN} in"),
-    ((0, 7, 0), (0, 1, 0), (0, 7, 0), 10, f"Rank 0 computes 3000 ms longer {THAN} in"),  # so does 2
+    ((0, 4, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 3000 ms longer {THAN} in"),
+    ((0, 1, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 4500 ms longer {THAN} in"),
+    # so does rank 2
+    ((0, 7, 0), (0, 1, 0), (0, 7, 0), 10, f"{MOVE.format(0)} 3000 ms longer {THAN} in"),
     ((0, 4, 1), (0, 4, 0), (0, 4, 0), 9, f"Rank 0 spends 1000 ms more between its .* {THAN} in"),
 ]
 
@@ -228,7 +231,7 @@ def test_of_ranks_in_turn_the_simulated_times_are_compared():
     step of 4 s.
     """
     held_up = [ran(rank, 0, times) for rank, times in enumerate((1, 7, 1))]
-    words = r"Rank 2 computes 1000 ms .* in every step: 25% of a step of 4000 ms. "
+    words = rf"{MOVE.format(2)} 1000 ms .* in every step, 25% of a step of 4000 ms. "
     assert re.match(words, late([held_up], 4, (1, 1, 2)))
 
 
@@ -297,15 +300,21 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert first.endswith("% of the measured time")
     assert about.startswith("The measured time is from the start of the first action")
     assert "waiting: for messages that have not arrived" in times
-    words = rf"Rank 1 computes [\d.]+ ms longer {THAN} in every step: .* stage is 1\. Move layers"
-    assert re.match(words, verdict)
+    words = rf"{MOVE.format(1)} [\d.]+ ms longer {THAN} in every step, "
+    assert re.match(rf"{words}.* stage is 1\. fpipe", verdict)
+    (call,) = re.findall(r"fpipe\.balance\((.*), pipe\.schedule\(3\)\)\.cuts", verdict)
+    times = found["costs"].F, found["costs"].B
+    assert eval(call) == (
+        [pytest.approx(1e3 * sum(both), rel=1e-3) for both in zip(*times, strict=True)],
+        2,
+    )
 
 
 @pytest.mark.xdist_group("profiling")
 def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Path]):
     page = (on_processes[1] / "naps.html").read_text(encoding="utf-8")
     assert "naps, simulated" in page and "naps, measured" in page
-    assert "Rank 1 computes" in page, "what to mend is in the file that is sent to others"
+    assert "Move work from rank 1" in page, "what to mend is in the file that is sent to others"
     trace = on_processes[1] / "naps.json"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
@@ -345,6 +354,20 @@ def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: li
     assert labels == ["rank 0", "rank 1"] * len(drawn)
     titles = [text.get_text() for text in axes.texts if text.get_weight() == "bold"]
     assert [title.partition(":")[0] for title in titles] == drawn
+
+
+@pytest.mark.parametrize(("limit", "said"), [(1, True), (2, False)])
+def test_a_profile_says_that_processes_share_cores(
+    limit: int, said: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Actions that waited for a core looked like slow ones."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("fpipe.passes.profile.profiling.cores", lambda: limit)
+    pipe, params, x = small()
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    step(params, x)
+    words = "\n2 processes share 1 core of this machine: times include waits for a core.\n"
+    assert (words in str(step)) == said
 
 
 def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -47,18 +47,18 @@ B: backward
 I: the part of a backward that computes gradients of inputs
 W: the part that computes gradients of weights
 -: none
-posting: announcing receives to the backend, and completing sends
-programs: actions, and sums of gradients
+posting: announcing receives to the backend early, and completing sends
+programs: running stages, and adding gradients
 sending: handing messages to the backend
 waiting: for messages that have not arrived
 the rest: other instructions, such as reductions over copies
-between: no instruction, the loop of the runner"""
+between: from an instruction to the next one, in the loop of fpipe"""
 
-#: How a rank spends its own time, for which others may wait, and how that is said.
+#: How a rank spends its own time, for which others may wait, and what is said then.
 _OWN = {
-    "start": "starts {} later",
-    "programs": "computes {} longer",
-    "between": "spends {} more between its instructions",
+    "start": "Shorten what rank {} does before a step: it starts {} later",
+    "programs": "Move work from rank {} to other ranks: it computes {} longer",
+    "between": "Rank {} spends {} more between its instructions",
 }
 _LEAST = 0.05  #: of a step, for a rank to be named
 
@@ -265,10 +265,30 @@ def length(runs: Sequence[Run]) -> float:
     return max(run.events[-1].end for run in runs) - min(run.events[0].start for run in runs)
 
 
-def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float] = ()) -> str:
-    """The rank for which the others wait most, as a sentence. Its own times are compared with the
-    mean of the other ranks; others than that of programs count as far as the step is longer than
-    ``simulated``. Of ranks in turn only the times count that they are ``busy`` in the simulation.
+def cutting(simulated: Timeline, price: Costs) -> str:
+    """How to cut the work of these stages differently, as a sentence.
+
+    >>> from fpipe import make_schedule
+    >>> price = Costs(F=(0.001, 0.004), B=(0.002, 0.0081), unit="s")
+    >>> print(cutting(make_schedule("1F1B", 2, 4).simulate(price), price).partition(" proposes")[0])
+    fpipe.balance([3, 12.1], 2, pipe.schedule(4)).cuts
+    """
+    by_op = price.times(simulated.placement.stages)
+    times = [number(1e3 * time) for time in map(add, by_op["F"], by_op["B"])]
+    return (
+        f"fpipe.balance([{', '.join(times)}], {simulated.ranks}, pipe.schedule("
+        f"{simulated.microbatches // simulated.slices})).cuts proposes cuts: replace each "
+        "number, the F + B of a stage in ms, by the times of its layers or other parts."
+    )
+
+
+def late(
+    steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float] = (), cut: str = ""
+) -> str:
+    """The rank for which the others wait most, as a sentence; where it computes too long, with how
+    to ``cut`` the work. Its own times are compared with the mean of the other ranks; others than
+    that of programs count as far as the step is longer than ``simulated``. Of ranks in turn only
+    the times count that they are ``busy`` in the simulation.
     """
     excess = defaultdict[tuple[int, str], list[float]](list)
     for runs in steps:
@@ -295,7 +315,7 @@ def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float]
     late_by = in_ms(median(excess[which]))
     often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"
     text = (
-        f"Rank {rank} {_OWN[kind].format(late_by)} than the mean of the other ranks in {often}: "
+        f"{_OWN[kind].format(rank, late_by)} than the mean of the other ranks in {often}, "
         f"{share(which):.0%} of a step of {in_ms(whole)}. They wait for it."
     )
     if kind != "programs":
@@ -303,7 +323,4 @@ def late(steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float]
     times = defaultdict[int, float](float)
     for action, (start, end) in _times(steps[-1][rank]).items():
         times[action.stage] += end - start
-    return (
-        f"{text} Its longest stage is {max(times, key=times.__getitem__)}. Move layers from its "
-        "stages to other ranks; fpipe.balance proposes cuts."
-    )
+    return f"{text} Its longest stage is {max(times, key=times.__getitem__)}. {cut}"

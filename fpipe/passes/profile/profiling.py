@@ -8,6 +8,7 @@ simulated. Knows pipelines and recorded events; no backend.
 
 from __future__ import annotations
 
+import os
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,7 @@ from ...actions.product import load_product
 from ...actions.simulation import simulate_rows
 from ...actions.text import counted
 from ...actions.timeline import Timeline
+from ...devices import cores
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
@@ -35,7 +37,18 @@ from ...programs.cache import measured
 from ...programs.spent import Spent
 from ...schedule import Schedule
 from ...tree import Tree
-from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, shares, table_in_ms, timeline
+from .costing import (
+    ABOUT,
+    MEANINGS,
+    costs,
+    cutting,
+    in_ms,
+    late,
+    length,
+    shares,
+    table_in_ms,
+    timeline,
+)
 from .recording import Run, gathered, recording
 
 if TYPE_CHECKING:
@@ -228,7 +241,14 @@ class Profile:
             yield self.note
         elif len(self._median) > 1 and all(run.events for run in self._last):
             would = self.simulated
-            yield late(self._alike, would.total, would.busy if self.in_turn else ())
+            busy = would.busy if self.in_turn else ()
+            yield late(self._alike, would.total, busy, cutting(would, self._price))
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            if processes > cores():
+                yield (
+                    f"{processes} processes share {counted(cores(), 'core')} of this machine: "
+                    "times include waits for a core."
+                )
 
     @property
     def _sentences(self) -> Iterator[str]:

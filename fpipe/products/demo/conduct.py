@@ -46,8 +46,8 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    shared = f", as {s.ranks} share {counted(cores(), 'core')}" * (cores() < s.ranks)
-    bubble = f"bubble {planned.bubble:.0%} with a core for each rank; {{:.0%}} here{shared}"
+    shared = f", as {s.ranks} ranks share {counted(cores(), 'core')}" * (cores() < s.ranks)
+    bubble = f"bubble {planned.bubble:.0%} with a core for each rank; {{:.0%}} measured{shared}"
     with screen(console, title, settings.steps, bubble, planned) as show:
         largest = largest_difference(settings, conduct(settings, show))
         differ = f"[bold red]differ by at most {largest:g}[/]"

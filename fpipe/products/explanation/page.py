@@ -131,12 +131,20 @@ def _edges(plan: Any) -> list[Edge]:
 
 
 #: What the heads and cells of a table say, by its title.
-_MEANINGS = {
+MEANINGS = {
     "What runs where": (
         "F: forward; I, W: a backward's parts for inputs and for weights, B is I + W",
+        "Times are those of one microbatch.",
         "engine: trace runs a traced program, eager runs autograd",
-    )
+    ),
+    "Messages of a step": ("forward: the output of a stage; backward: the gradient of its input",),
+    "Memory against time": (
+        "peak: the most bytes of activations, and when in the step it is reached",
+        "all but parameters, batch: the most bytes at once, gradients and messages too",
+    ),
+    "Bubble by rank": ("Idle time as a share of the span; the mean of all ranks is the bubble.",),
 }
+ESTIMATES = "estimates from shapes; costs=fpipe.measure_costs(...) has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
@@ -210,7 +218,7 @@ class Explanation:
         parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
         parts += [fill(line, 80, subsequent_indent="   ") for line in self._advice]
         for title, (head, rows) in self._tables.items():
-            parts += [f"\n{title}", *_MEANINGS.get(title, ()), *aligned([head, *rows])]
+            parts += [f"\n{title}", *MEANINGS[title], *aligned([head, *rows])]
         return "\n".join(parts)
 
     __repr__ = __str__
@@ -224,7 +232,7 @@ class Explanation:
                 *(f"<p>{_with_code(line)}</p>" for line in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(
-                    f"<h3>{t}</h3>{'<br>'.join(_MEANINGS.get(t, ()))}{pictures.table(*rows)}"
+                    f"<h3>{t}</h3><p>{'<br>'.join(MEANINGS[t])}</p>{pictures.table(*rows)}"
                     for t, rows in self._tables.items()
                 ),
             ]
@@ -235,11 +243,11 @@ class Explanation:
     def _about(self) -> str:
         t = self.timeline
         unit, scale = readable(t.total, t.unit)
-        total = f"{number(scale * t.total)} {unit}".rstrip()
         return (
-            f"A step takes {total}. The bubble is {percent(max(t.bubble, 0.0))}: the idle share "
-            "of the span, which is the longest time from a rank's first start to its last end. "
-            f"Times are {'the given costs' if self.facts.measured else 'estimates from shapes'}."
+            f"A step takes {number(scale * t.total)} {unit or 'units of the costs'}. The bubble is "
+            f"{percent(max(t.bubble, 0.0))}: the idle share of the span, which is the longest time "
+            "from a rank's first start to its last end. Times are "
+            f"{'the given costs' if self.facts.measured else ESTIMATES}."
         )
 
     @property

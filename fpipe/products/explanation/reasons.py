@@ -80,17 +80,15 @@ def _balance(timeline: Timeline) -> Advice:
     empty = [rank for rank, time in enumerate(busy) if time < 0.5 * mean]
     if len(full) > len(busy) / 2:
         least = named([busy.index(min(busy))])
-        text = f"Too little work is on {least}, which waits for the others: move layers there"
+        text = f"Too little work is on {least}, which waits for the others: move work there"
     else:
-        text = (
-            f"Too much work is on {named(full)}, for which the others wait: move layers from there"
-        )
+        text = f"Too much work is on {named(full)}, for which the others wait: move work from there"
         text += f" to {named(empty)}" if empty else ""
     yield (
         (most - mean) / timeline.total,
-        f"{text}. fpipe.balance(layers, {len(busy)}, pipe.schedule("
-        f"{timeline.microbatches // timeline.slices})).cuts proposes cuts; "
-        "layers is a list of modules, or of their costs.",
+        f"{text}. fpipe.balance(parts, {len(busy)}, pipe.schedule("
+        f"{timeline.microbatches // timeline.slices})).cuts proposes cuts; parts is a list of "
+        "modules, or of the costs of layers or other parts of the stages, in order.",
     )
 
 

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import fpipe
 from fpipe.errors import FpipeError
 from fpipe.products.command.cli import main
+from fpipe.products.explanation.page import MEANINGS
 from fpipe.products.explanation.reasons import idle_of
 
 WIDTH = 4
@@ -39,7 +40,7 @@ def explained(schedule: Any = "1F1B", ranks: int = 2, stages: int = 2, **more: A
 def rows(page: Any, title: str) -> list[str]:
     """The lines of a table of the page, below its head."""
     lines = str(page).partition(f"\n{title}\n")[2].partition("\n\n")[0].splitlines()
-    return lines[1 + 2 * (title == "What runs where") :]
+    return lines[1 + len(MEANINGS[title]) :]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,8 @@ def test_idle_time_and_its_causes():
     assert "of the span" in str(page).partition("\nBubble by rank\n")[2].splitlines()[0]
     head = " ".join(str(page).splitlines()[1:4]).rstrip()
     assert head == (
-        "A step takes 9. The bubble is 33.3%: the idle share of the span, which is the longest "
-        "time from a rank's first start to its last end. Times are the given costs."
+        "A step takes 9 units of the costs. The bubble is 33.3%: the idle share of the span, which "
+        "is the longest time from a rank's first start to its last end. Times are the given costs."
     )
 
 
@@ -122,12 +123,12 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
     said = (
         "Too little work is on rank 0 (0.57 times the mean of all ranks), which waits for the "
-        "others: move layers there. "
+        "others: move work there. "
     )
     advice = next(text for text in page.advice if text.startswith("Too"))
     assert advice.startswith(said)
     (call,) = re.findall(r"fpipe\.balance\(.*\)\.cuts", advice)
-    assert eval(call, {"fpipe": fpipe, "pipe": pipe, "layers": [1, 2, 2, 2, 1, 1]}) == (2, 3, 4)
+    assert eval(call, {"fpipe": fpipe, "pipe": pipe, "parts": [1, 2, 2, 2, 1, 1]}) == (2, 3, 4)
 
 
 def test_advice_names_all_overloaded_ranks_and_those_with_room():
@@ -137,7 +138,7 @@ def test_advice_names_all_overloaded_ranks_and_those_with_room():
     first = pipe.explain([torch.ones(())] * 5, torch.ones(8), costs=costs).advice[0]
     assert first.startswith(
         "Too much work is on ranks 0 and 1 (1.8 times the mean of all ranks), for which the others "
-        "wait: move layers from there to rank 4 (0.12 times the mean of all ranks). "
+        "wait: move work from there to rank 4 (0.12 times the mean of all ranks). "
     )
 
 
@@ -219,6 +220,7 @@ def test_the_page_shows_advice_and_the_step_first_and_memory_as_a_picture():
         html.count(">total ") == 2 * html.count("1F1B: 2") == 2 and html.count("A step takes") == 1
     )
     assert ", peak 192 B" in html, "the picture of a small model had units of saved="
+    assert html.count("</h3><p>") == 5, "what heads say stood left of the page"
     memory = html.partition("Memory against time")[2].partition("<h3>")[0]
     assert memory.count("<path") == 2 and "@" not in memory
 

@@ -135,5 +135,7 @@ def test_on_two_processes(
     text = " ".join(capsys.readouterr().out.split())
     assert "2 processes, 4 stages" in text and "step 4" in text
     assert "Last step compared with one process: loss and gradients are identical" in text
-    assert re.search(r"bubble 0% with a core for each rank; \d+% here, as 2 share 1 core", text)
+    assert re.search(
+        r"bubble 0% with a core for each rank; \d+% measured, as 2 ranks share 1 core", text
+    )
     assert (out / "timeline.html").stat().st_size > 10_000
