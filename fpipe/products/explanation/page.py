@@ -224,7 +224,7 @@ class Explanation:
                 *(f"<p>{_with_code(line)}</p>" for line in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(
-                    f"<h3>{t}</h3>{'<br>'.join(_MEANINGS.get(t, ()))}{pictures.table(*rows)}"
+                    f"<h3>{t}</h3><p>{'<br>'.join(_MEANINGS.get(t, ()))}</p>{pictures.table(*rows)}"
                     for t, rows in self._tables.items()
                 ),
             ]

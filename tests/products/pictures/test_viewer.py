@@ -17,6 +17,7 @@ from fpipe.actions.costs import Costs
 from fpipe.actions.timeline import Timeline
 from fpipe.generators import make_schedule
 from fpipe.products import pictures
+from fpipe.products.pictures import html
 
 pytestmark = pytest.mark.xdist_group("browser")
 Open = Callable[..., Any]
@@ -555,3 +556,36 @@ def test_on_a_phone_the_notes_fold(view: Open):
     page.click("#more")
     assert shown() == [True, True] and page.locator("#messages").is_visible()
     assert page.get_attribute("#more", "aria-expanded") == "true"
+
+
+# ---- tables of cells and of pages ----
+WIDE = pictures.table([f"column {k}" for k in range(12)], [range(12)])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_table_fades_out_where_it_goes_on(browser: Any, scheme: str):
+    """On a phone nothing told that a cell's table had more columns."""
+    page = browser.new_page(viewport={"width": 390, "height": 400}, color_scheme=scheme)
+    page.set_content(WIDE + pictures.table(["one"], [[1]]))
+    masks = """async () => {
+        await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+        const tables = [...document.querySelectorAll("table")];
+        return tables.map((table) => getComputedStyle(table).maskImage.split("(")[0]);
+    }"""
+    assert page.evaluate(masks) == ["linear-gradient", "none"]
+    page.evaluate("document.querySelector('table').scrollLeft = 2000")
+    assert page.evaluate(masks) == ["none", "none"]
+    page.set_content(html.page("title", WIDE))  # has a shadow, in all browsers
+    assert page.evaluate(masks) == ["none"]
+    page.close()
+
+
+def test_on_a_phone_sentences_and_heads_of_a_table_wrap(browser: Any):
+    """The causes of a bubble ended at the edge of the window."""
+    head = "rank", "a share of the whole span", "cause"
+    row = 0, "2.6%", "waits for the output of stage 2 on rank 1"
+    page = browser.new_page(viewport={"width": 390, "height": 400})
+    page.set_content(html.page("title", pictures.table(head, [row])))
+    widths = "[...document.querySelectorAll('table')].map((t) => t.scrollWidth - t.clientWidth)"
+    assert page.evaluate(widths) == [0]
+    page.close()
