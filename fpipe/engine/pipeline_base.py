@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from html import escape
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import torch
@@ -175,7 +176,7 @@ class PipelineBase(Generic[Y, R]):
             picture = ""
         else:
             picture = self.schedule(count)._repr_html_()
-        return load_product("pictures").table([repr(self)[1:-1]], []) + picture
+        return f"<p><b>{escape(repr(self)[1:-1])}</b></p>{picture}"
 
     def schedule(self, microbatches: int) -> Schedule:
         """The checked schedule for a number of microbatches.

@@ -19,6 +19,14 @@ from .instruction import Instruction
 from .keys import Key
 from .memory import MemoryAccount
 
+KEY = """\
+  0F1: F of stage 0 on microbatch 1
+  [2, 3]: slots read; a slot holds one tensor
+  -> [4]: slots written
+  free [2]: slots empty afterwards
+  #0: the first message from that rank
+"""  #: of a notebook's cell
+
 
 class Use(NamedTuple):
     """Which values an instruction over keys reads for the last time, and which writes are read."""
@@ -119,14 +127,16 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return load_product("pictures").folded(str(self))
+        pictures = load_product("pictures")
+        return pictures.folded(self._text(pictures.size_text(self.peak), KEY))
 
     def __str__(self) -> str:
-        head = (
-            f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, "
-            f"peak {self.peak:,} bytes"
-        )
-        lines = [head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
+        return self._text(f"{self.peak:,} bytes")
+
+    def _text(self, peak: str, *key: str) -> str:
+        count = len(self.instructions)
+        head = f"rank {self.rank}: {count} instructions, {self.slots} slots, peak {peak}"
+        lines = [head, *key, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
         for weave in {id(w): w for w in self.weaves.values()}.values():
             others = sum(w is weave for w in self.weaves.values()) - 1
             lines += ["", str(weave)]

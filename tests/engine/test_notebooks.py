@@ -57,12 +57,24 @@ def test_a_pipeline_and_its_plans_are_shown():
     pipe, batch = pipe_and_batch()
     words = texts(pipe._repr_html_())
     assert any("ZBVZeroBubble: 2 ranks, 4 microbatches" in word for word in words)
+    assert "<table" not in pipe._repr_html_()  # its heading wraps
     plans = pipe.plan(*batch)
     words = texts(plans._repr_html_())
     for rank in range(2):
         head = f"rank {rank}: {len(plans[rank].instructions)} instructions, "
         assert sum(word.startswith(head) for word in words) == 1  # the line that folds
     assert "0F0" in "".join(texts(plans[0]._repr_html_()))
+
+
+def test_the_cell_of_a_plan_has_a_key_and_readable_bytes():
+    """It said ``peak 69,644 bytes`` and nothing of what its instructions mean."""
+    pipe, _ = pipe_and_batch()
+    plan = pipe.plan([torch.eye(64)] * 4, torch.ones(64, 64))[0]
+    head, *lines = "\n".join(texts(plan._repr_html_())[-2:]).splitlines()
+    assert head.endswith(f"peak {plan.peak / 1024:.1f} KiB")
+    assert "  -> [4]: slots written" in lines
+    assert all(len(line) < 48 for line in lines[:5])  # fits a phone
+    assert f"peak {plan.peak:,} bytes" in str(plan)
 
 
 def test_long_text_is_cut():

@@ -5,7 +5,7 @@ matplotlib.
 ``scene`` has what each format draws.
 """
 
-from .labels import aligned
+from .labels import aligned, size_text
 from .output import (
     FORMATS,
     draw,
@@ -30,6 +30,7 @@ __all__ = [
     "frontier",
     "plot",
     "save",
+    "size_text",
     "strip",
     "table",
     "write",

@@ -23,14 +23,14 @@ line          #d5dae1  #3a434e
 mark          #d6006c  #ff6fb1
 curve         #1f9d6b  #1f9d6b
 message-line  #3d4a59  #c3ccd6
-warmup        #d8dfe4  #2f3640
-tail          #b6bfcb  #525a66
-imbalance     #e0e794  #66661f
+warmup        #d4dada  #2f3640
+tail          #ababc1  #746f86
+imbalance     #d0cf82  #5d5500
 message       #f8dcfd  #830d8d
 other         #d2b48c  #4a2c1c
 later         #b5367f  #ff8ec8
 earlier       #00808a  #4fe3ec
-same          #f7ecd0  #5a4636
+same          #fbf8d2  #545e36
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 THEME = {name: (light, dark) for name, light, dark in _ROWS}

@@ -40,6 +40,12 @@ FITTING = (
     "<style>.fp-narrow{display:none}@container(max-width:600px)"
     "{.fp-wide{display:none}.fp-narrow{display:block}}</style>"
 )
+#: a table fades out where it goes on to the right, on a ground of any colour
+OPEN = (
+    "<style>.fp-table{animation:fp-more linear;animation-timeline:scroll(self x)}@keyframes fp-more"
+    "{0%,97%{mask-image:linear-gradient(to left,transparent,black 3rem)}}</style>"
+    '<table class="fp-table" style="display:block;overflow-x:auto">'
+)
 MOST_LINES = 400  #: of text that folds
 
 
@@ -258,7 +264,7 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table; cells are text, or a ``Cell``.
 
     >>> table(["rank"], [["a"]])
-    '<table style="..."><tr><th style="...">rank</th></tr><tr><td style="...">a</td></tr></table>'
+    '<style>...<tr><th style="...">rank</th></tr><tr><td style="...">a</td></tr></table>'
     """
 
     body = list(rows)
@@ -275,7 +281,7 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
     lines = [line("th", head), *(line("td", row) for row in body)]
     inner = "".join(f"<tr>{text}</tr>" for text in lines)
-    return f'<table style="display:block;overflow-x:auto">{inner}</table>'
+    return f"{OPEN}{inner}</table>"
 
 
 def folded(text: str) -> str:
@@ -283,4 +289,5 @@ def folded(text: str) -> str:
     summary, *lines = text.splitlines()
     more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
-    return f"<details><summary>{escape(summary)}</summary><pre>{shown}</pre></details>"
+    inner = f'<summary>{escape(summary)}</summary><pre style="overflow-x:auto">{shown}</pre>'
+    return f"<details>{inner}</details>"

@@ -221,7 +221,7 @@ def test_the_page_shows_advice_and_the_step_first_and_memory_as_a_picture():
     )
     assert ", peak 192 B" in html, "the picture of a small model had units of saved="
     assert html.count("</h3><p>") == 5, "what heads say stood left of the page"
-    memory = html.partition("Memory against time")[2].partition("<h3>")[0]
+    memory = html.partition("Memory against time")[2].partition("<table")[2].partition("<h3>")[0]
     assert memory.count("<path") == 2 and "@" not in memory
 
 

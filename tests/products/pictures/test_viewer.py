@@ -17,6 +17,7 @@ from fpipe.actions.costs import Costs
 from fpipe.actions.timeline import Timeline
 from fpipe.generators import make_schedule
 from fpipe.products import pictures
+from fpipe.products.pictures import html
 
 pytestmark = pytest.mark.xdist_group("browser")
 Open = Callable[..., Any]
@@ -82,7 +83,7 @@ def test_hover_tells_the_action_its_times_and_what_it_waited_for(view: Open):
     assert "input gradient of stage 5, microbatch 0" in text
     assert f"rank {span.rank}" in text
     assert f"start {span.start:g}, end {span.end:g} (1.2)" in text
-    assert f"waited {wait.time:.6g} for 6I0 of rank 1; 0.2 on the way" in text
+    assert f"waited {wait.time:.4g} for 6I0 of rank 1; 0.2 on the way" in text
     held = next(amount for time, amount in reversed(t.curve(span.rank)) if time <= span.start)
     assert f"rank holds {held / 2**20:.1f} MiB" in text
     assert "started as soon as its rank was free" in hover(page, "0F1")
@@ -470,6 +471,27 @@ def test_names_in_a_difference_have_letters_small_ones_for_the_other_stage(
     page.close()
 
 
+def test_the_panel_of_a_difference_begins_with_the_shift(browser: Any, tmp_path: Path):
+    """On a phone it was cut off below the panel."""
+    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
+    second.save(tmp_path / "a.html", against=first)
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((tmp_path / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    at = where(page, "5I3", 1)
+    page.mouse.click(at["x"], at["y"])
+    told = page.inner_text("#chosen").splitlines()
+    page.close()
+    assert told[:2] == ["5I3", "ends 10 later than in 1F1B"]
+
+
+def test_times_have_four_digits(view: Open):
+    """A start was 33.3333 ms."""
+    text = hover(view(zbv("F=1.23456789,I=0.333333,W=1")), "5I3")
+    digits = [re.sub(r"^0\.0*|\.", "", one) for one in re.findall(r"\d+\.\d+", text)]
+    assert digits and all(len(one) <= 4 for one in digits), text
+
+
 @pytest.mark.parametrize("name", ["ZBV", "DualPipeV", "Seq1F1B"])
 def test_the_page_has_the_times_of_the_timeline(view: Open, name: str):
     t = make_schedule(name, 4, 10).simulate(Costs.parse("comm=0.3,I=1.1,overlap=2.7,send=0.07"))
@@ -546,12 +568,48 @@ def test_a_timeline_of_one_action_can_be_viewed(view: Open):
     assert "start 0 ms, end 2 ms" in hover(page, "0F0")
 
 
-def test_on_a_phone_the_notes_fold(view: Open):
-    page = view(make_schedule("1F1B", 4, 8).simulate())
-    shown = lambda: [page.locator(where).first.is_visible() for where in ("#legend", "#figures p")]
-    assert shown() == [True, True] and not page.locator("#more").is_visible()
+def test_on_a_phone_the_notes_fold_below_the_first_one(view: Open):
+    """All of them folded, also what a profile says to mend."""
+    noted = replace(make_schedule("1F1B", 4, 8).simulate(), note="Rank 0 computes longer.")
+    page = view(noted)
+    shown = lambda: [one.is_visible() for one in page.locator("#figures p").all()]
+    assert shown() == [True, True, True] and not page.locator("#more").is_visible()
     page.set_viewport_size({"width": 390, "height": 844})
-    assert shown() == [True, False] and not page.locator("#messages").is_visible()
+    assert shown() == [True, False, False] and not page.locator("#messages").is_visible()
+    assert page.locator("#figures p").first.inner_text() == "Rank 0 computes longer."
     page.click("#more")
-    assert shown() == [True, True] and page.locator("#messages").is_visible()
+    assert shown() == [True, True, True] and page.locator("#messages").is_visible()
     assert page.get_attribute("#more", "aria-expanded") == "true"
+
+
+# ---- tables of cells and of pages ----
+WIDE = pictures.table([f"column {k}" for k in range(12)], [range(12)])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_table_fades_out_where_it_goes_on(browser: Any, scheme: str):
+    """On a phone nothing told that a cell's table had more columns."""
+    page = browser.new_page(viewport={"width": 390, "height": 400}, color_scheme=scheme)
+    page.set_content(WIDE + pictures.table(["one"], [[1]]))
+    masks = """async () => {
+        await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+        const tables = [...document.querySelectorAll("table")];
+        return tables.map((table) => getComputedStyle(table).maskImage.split("(")[0]);
+    }"""
+    assert page.evaluate(masks) == ["linear-gradient", "none"]
+    page.evaluate("document.querySelector('table').scrollLeft = 2000")
+    assert page.evaluate(masks) == ["none", "none"]
+    page.set_content(html.page("title", WIDE))  # has a shadow, in all browsers
+    assert page.evaluate(masks) == ["none"]
+    page.close()
+
+
+def test_on_a_phone_sentences_and_heads_of_a_table_wrap(browser: Any):
+    """The causes of a bubble ended at the edge of the window."""
+    head = "rank", "a share of the whole span", "cause"
+    row = 0, "2.6%", "waits for the output of stage 2 on rank 1"
+    page = browser.new_page(viewport={"width": 390, "height": 400})
+    page.set_content(html.page("title", pictures.table(head, [row])))
+    widths = "[...document.querySelectorAll('table')].map((t) => t.scrollWidth - t.clientWidth)"
+    assert page.evaluate(widths) == [0]
+    page.close()

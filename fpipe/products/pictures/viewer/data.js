@@ -145,7 +145,7 @@ function amount(value, scene) {
 }
 
 function time(value, scene) {
-  return String(+value.toPrecision(6)) + (scene.unit ? " " + scene.unit : "");
+  return number(value) + (scene.unit ? " " + scene.unit : "");
 }
 
 // The description of a bar, in lines of [class, text]; the first is its name.
@@ -153,14 +153,14 @@ function describe(scenes, s, rank, index) {
   const scene = scenes[s], lane = scene.lanes[rank];
   const parts = partsOf(lane, index);
   const lines = [["", parts.map((p) => p.name).join(" with ")]];
+  const shift = lane.shifts?.[index], than = scenes[0].label;
+  if (Math.abs(shift) > 1e-9 * scene.total) lines.push(["", `ends ${time(Math.abs(shift), scene)} ${shift > 0 ? "later" : "earlier"} than in ${than}`]);
   for (const p of parts) lines.push(["faint", `${WORDS[p.op]} of stage ${p.stage}, microbatch ${p.microbatch}`]);
   lines.push(["", `rank ${rank}` + (scenes.length > 1 ? `, ${scene.label}` : "")]);
   const length = lane.end[index] - lane.start[index];
   lines.push(["", `start ${time(lane.start[index], scene)}, end ${time(lane.end[index], scene)} (${time(length, scene)})`]);
   lines.push(["", waited(scene, lane, index)]);
   lines.push(["faint", `rank holds ${held(heldAt(lane, lane.start[index]), scene)}`]);
-  const shift = lane.shifts?.[index], than = scenes[0].label;
-  if (Math.abs(shift) > 1e-9 * scene.total) lines.push(["", `ends ${time(Math.abs(shift), scene)} ${shift > 0 ? "later" : "earlier"} than in ${than}`]);
   scenes.forEach((other, o) => {
     const twin = o === s ? -1 : other.lanes[rank] ? other.lanes[rank].names.indexOf(lane.names[index]) : -1;
     if (twin < 0) return;
