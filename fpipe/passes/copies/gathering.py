@@ -176,10 +176,12 @@ class _OnRank(Feature):
         return None
 
     def before(self) -> None:
-        self.out.extend(next(self.steps))
+        out = self.out
+        out += next(self.steps)
 
     def finish(self) -> None:
-        self.out.extend(chain.from_iterable(self.steps))
+        out = self.out
+        out += chain.from_iterable(self.steps)
 
     def results(self, keys: Iterable[Key]) -> list[Key]:
         shares = [ins.op.share for ins in self.out if isinstance(ins.op, Reduce)]
