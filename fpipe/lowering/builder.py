@@ -12,7 +12,7 @@ knows keys, and no tensors, backends or names of schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
@@ -71,6 +71,15 @@ class _Sending(NamedTuple):
     fact: str
     sources: tuple[Source, ...]
     peers: frozenset[int]
+
+
+class Gradient(NamedTuple):
+    """The gradient of a leaf for a microbatch. ``own``: it may become a sum itself."""
+
+    leaf: int
+    key: Key
+    own: bool
+    aval: Aval | None
 
 
 class Builder:
@@ -334,32 +343,47 @@ class Builder:
     def _add(self, action: Action, programs: Programs, op: str) -> None:
         """Add the gradients that the action's program returned."""
         stage = action.stage
-        accumulate = self.job.accumulate
         inside = self._added_inside.get((id(programs), op, stage), {})
-        gradients = []
-        values = []
-        how = []
-        sums = []
+        gradients = self.gradients(action, inside)
+        sums = tuple([grad(stage, gradient.leaf) for gradient in gradients])
+        self.add(action, gradients, sums, self.accumulated)
+        self.accumulated.update(sums)
+
+    def gradients(self, action: Action, without: Container[int] = ()) -> list[Gradient]:
+        """The gradients that the programs of an action computed, but for those of some leaves."""
+        stage, _, mb = action
+        programs = self.job.kind(mb).programs[stage]
+        found = []
         for leaf, name in enumerate(programs.dps):
-            if name is None or leaf in inside:
-                continue
-            gradient = grad(stage, leaf)
-            value = self.key(programs, stage, action.microbatch, name)
-            self.fetch([value])
-            gradients.append(gradient)
-            values.append(value)
-            if name in programs.grad_avals:
-                sums.append(sum_of(programs.grad_avals[name], accumulate))
-            if gradient in self.accumulated:
-                how.append("add")
-            else:
-                how.append("take" if name in programs.fresh and accumulate is None else "copy")
-            self.accumulated.add(gradient)
-        if gradients:
-            if len(sums) < len(gradients):  # the dtype of some is not known before the run
-                sums = []
-            add = Add(tuple(how), tuple(sums))
-            self.out.append(Instruction(add, action, tuple(values), tuple(gradients)))
+            if name is not None and leaf not in without:
+                key = self.key(programs, stage, mb, name)
+                self.fetch([key])
+                own = name in programs.fresh and self.job.accumulate is None
+                found.append(Gradient(leaf, key, own, programs.grad_avals.get(name)))
+        return found
+
+    def add(
+        self,
+        action: Action,
+        gradients: Sequence[Gradient],
+        sums: tuple[Key, ...],
+        begun: Container[Key],
+    ) -> None:
+        """Add gradients to their sums, of which some have ``begun``."""
+        if not gradients:
+            return
+        accumulate = self.job.accumulate
+        avals = tuple([sum_of(g.aval, accumulate) for g in gradients if g.aval is not None])
+        add = Add(
+            tuple(
+                "add" if key in begun else "take" if gradient.own else "copy"
+                for key, gradient in zip(sums, gradients, strict=True)
+            ),
+            # the dtype of some may not be known before the run
+            avals if len(avals) == len(gradients) else (),
+        )
+        reads = tuple([gradient.key for gradient in gradients])
+        self.out.append(Instruction(add, action, reads, sums))
 
 
 def _sending(stage: int, fact: str, routes: Routes) -> _Sending:

@@ -102,58 +102,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, reductio
         raise StageError(f"reduction={reduction!r}; give 'mean', 'sum' or 'none'")
 
 
-# ---- derivatives ----
-class _Losses(torch.autograd.Function):
-    """The loss of each token, and the logarithm of the sum of its exponentials."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        chunk: int,
-        ignored: int,
-    ) -> tuple[Tensor, Tensor]:
-        return chunked_losses(hidden, weight, targets, chunk, ignored)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.chunk, ctx.ignored = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors, output[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        args = (grads[0], *ctx.saved_tensors, ctx.chunk, ctx.ignored)
-        wanted = ctx.needs_input_grad
-        dhidden = _Gradient.apply(False, *args) if wanted[0] else None
-        dweight = _Gradient.apply(True, *args) if wanted[1] else None
-        return dhidden, dweight, None, None, None
-
-
-class _Gradient(torch.autograd.Function):
-    """The gradient of ``weight``, or that of ``hidden``."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(of_weight: bool, *args: Any) -> Tensor:
-        return chunked_gradient(of_weight, *args)
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise StageError(
-            "the gradient of chunked_cross_entropy is differentiated, which is not defined; use "
-            "F.cross_entropy(hidden @ weight.T, targets) for derivatives of a gradient"
-        )
-
-
 # ---- operations: opaque to traces and compilers ----
 @custom_op("fpipe::chunked_losses", mutates_args=())
 def chunked_losses(
@@ -245,13 +193,7 @@ def _by_element(op: Any) -> None:
 
 
 @chunked_losses.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk: int,
-    ignored: int,
-) -> tuple[Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     losses = hidden.new_empty(targets.shape, dtype=_wide(hidden))
     return losses, torch.empty_like(losses)
 
@@ -264,3 +206,45 @@ def _(of_weight: bool, dlosses: Tensor, hidden: Tensor, weight: Tensor, *rest: o
 
 for _operation in (chunked_losses, chunked_gradient):
     _by_element(_operation)
+
+
+# ---- derivatives ----
+class _Losses(torch.autograd.Function):
+    """The loss of each token, and the logarithm of the sum of its exponentials."""
+
+    generate_vmap_rule = True
+
+    forward = staticmethod(chunked_losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.chunk, ctx.ignored = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        args = (grads[0], *ctx.saved_tensors, ctx.chunk, ctx.ignored)
+        wanted = ctx.needs_input_grad
+        dhidden = _Gradient.apply(False, *args) if wanted[0] else None
+        dweight = _Gradient.apply(True, *args) if wanted[1] else None
+        return dhidden, dweight, None, None, None
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradient of ``weight``, or that of ``hidden``."""
+
+    generate_vmap_rule = True
+
+    forward = staticmethod(chunked_gradient)
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise StageError(
+            "the gradient of chunked_cross_entropy is differentiated, which is not defined; use "
+            "F.cross_entropy(hidden @ weight.T, targets) for derivatives of a gradient"
+        )

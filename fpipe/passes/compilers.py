@@ -10,7 +10,8 @@ Inductor's code is called without the guards of torch.compile: a program has inp
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -37,7 +38,7 @@ _LAST = (
 def compiled(programs: Programs, backend: str) -> Programs:
     """The same programs, compiled by ``backend`` ("addmm", "inductor", ...)."""
     if backend == "addmm":
-        return replace(programs, compiler=Compiler({}), origin=None)
+        return replace(programs, compiler=partial(_adding, {}), origin=None)
     grads = {name for name in programs.dps if name is not None}
     parts = dict[str, tuple[Program, list[Operation]]]()
     made = dict[str, Program]()
@@ -46,29 +47,29 @@ def compiled(programs: Programs, backend: str) -> Programs:
         if program.operations:
             first, last = parts[program.name] = _divided(program, grads, backend)
             made[letter] = replace(program, run=_in_turn(program, first, last, {}))
-    return replace(programs, **made, compiler=Compiler(parts), origin=None)
+    return replace(programs, **made, compiler=partial(_adding, parts), origin=None)
 
 
-@dataclass(frozen=True, eq=False)
-class Compiler:
-    """Makes the programs of a stage that sum gradients. ``parts`` has, by program, what is compiled
-    and what runs last; it is empty for "addmm".
+def _adding(
+    parts: Mapping[str, tuple[Program, list[Operation]]],
+    program: Program,
+    adds: Adds,
+    outputs: Sequence[str],
+) -> Program:
+    """The program that adds gradients into more inputs and returns ``outputs``.
+
+    ``parts`` has, by program, what is compiled and what runs last; it is empty for "addmm".
     """
-
-    parts: Mapping[str, tuple[Program, list[Operation]]]
-
-    def adding(self, program: Program, adds: Adds, outputs: Sequence[str]) -> Program:
-        """The program that adds gradients into more inputs and returns ``outputs``."""
-        left = dict(adds)
-        more = (into for targets in adds.values() for into in targets)
-        inputs = (*program.inputs, *more)
-        first, last = self.parts.get(program.name, (None, program.operations))
-        body = adding(_adding_products(last, left, outputs), left, outputs)
-        if first is None:
-            given = program.constants, left, program.stage
-            return Program.of(program.name, body, inputs, outputs, *given)
-        program = replace(program, inputs=inputs, outputs=tuple(outputs))
-        return replace(program, run=_in_turn(program, first, body, left))
+    left = dict(adds)
+    more = (into for targets in adds.values() for into in targets)
+    inputs = (*program.inputs, *more)
+    first, last = parts.get(program.name, (None, program.operations))
+    body = adding(_adding_products(last, left, outputs), left, outputs)
+    if first is None:
+        given = program.constants, left, program.stage
+        return Program.of(program.name, body, inputs, outputs, *given)
+    program = replace(program, inputs=inputs, outputs=tuple(outputs))
+    return replace(program, run=_in_turn(program, first, body, left))
 
 
 def _divided(

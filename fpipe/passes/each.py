@@ -14,7 +14,8 @@ from ..engine.outputs import RunResults
 from ..engine.prepare import Prepared
 from ..errors import StageError
 from ..lowering.builder import Builder, outputs_of
-from ..lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
+from ..lowering.instruction import Instruction, Machine, Opcode, StepFn
+from ..lowering.instructions import step_of
 from ..lowering.keys import Key
 from ..lowering.plan import Feature
 from ..programs.tensor_state import versions
@@ -61,6 +62,14 @@ class _OnRank(Feature):
         return (key for key in keys if key not in passed)
 
 
+_PASS_ON = """
+values = [{reads}]
+{free}
+note(text)
+r.each(mb, values)
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class PassOn(Opcode):
     """EACH: pass what is read to the caller's function."""
@@ -69,21 +78,9 @@ class PassOn(Opcode):
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
         assert ins.action is not None
-        reads = ins.reads
-        frees = ins.frees
         note = machine.group.notes(machine.rank)
-        mb = ins.action.microbatch
         text = f"each= after {ins.action}"
-
-        def step(r: Registers) -> None:
-            tensors = [r.slots[i] for i in reads]
-            for i in frees:
-                r.slots[i] = None
-            note(text)
-            assert r.each is not None
-            r.each(mb, tensors)
-
-        return step
+        return step_of(_PASS_ON, ins, note=note, text=text, mb=ins.action.microbatch)
 
 
 # ---- the caller's function ----

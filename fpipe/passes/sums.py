@@ -38,7 +38,7 @@ import torch
 
 from ..actions.action import Action, AnyAction, Placement
 from ..actions.costs import Costs
-from ..lowering.builder import Builder, sum_of
+from ..lowering.builder import Builder, Gradient
 from ..lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
 from ..lowering.instructions import Add, Recv, Send, Wait
 from ..lowering.keys import GradSum, Key, PartialGrad
@@ -47,7 +47,7 @@ from ..lowering.plan import Feature
 from ..lowering.value_graph import grad
 from ..lowering.wired import Settle
 from ..schedule import Schedule
-from ..tree import Aval, Spec
+from ..tree import Spec
 
 #: A leaf of the parameters: its stage, and its index there.
 Leaf = tuple[int, int]
@@ -86,19 +86,9 @@ class _OnRank(Feature):
     def _emit(self, number: int, group: Sequence[Leaf]) -> None:
         builder = self.builder
         specs = self.sums.specs
-        rank = self.builder.rank
+        rank = builder.rank
         out = builder.out
         ranks_of = builder.job.schedule.placement.ranks_of
-        whole = self.sums.whole
-        places = [
-            (leaf, home)
-            for leaf in group
-            for home in ranks_of(leaf[0])[: 1 if leaf in whole else None]
-        ]
-
-        def has(peer, leaf, home):
-            return peer == home or (leaf in whole and peer in ranks_of(leaf[0]))
-
         local = [leaf for leaf in group if rank in ranks_of(leaf[0])]
         if not local:
             return
@@ -106,27 +96,30 @@ class _OnRank(Feature):
             if grad(*leaf) not in builder.accumulated:
                 out.append(Instruction(Zero(specs[leaf]), writes=(grad(*leaf),)))
                 builder.accumulated.add(grad(*leaf))
-        parts: list[Key] = [
-            grad(*leaf) if has(rank, leaf, home) else (PartialGrad(*leaf, home, number), None)
-            for leaf, home in places
+        #: The leaf of each gradient, and the ranks that have it: the first one sends it.
+        parts: list[tuple[Leaf, tuple[int, ...]]] = []
+        for leaf in group:
+            ranks = ranks_of(leaf[0])
+            parts += [(leaf, ranks)] if leaf in self.sums.whole else [(leaf, (r,)) for r in ranks]
+        keys: list[Key] = [
+            grad(*leaf) if rank in ranks else (PartialGrad(*leaf, ranks[0], number), None)
+            for leaf, ranks in parts
         ]
-        peers = sorted({home for leaf in group for home in ranks_of(leaf[0])} - {rank})
+        peers = sorted({peer for leaf in group for peer in ranks_of(leaf[0])} - {rank})
         waits = []
         for peer in peers:
-            for (leaf, home), part in zip(places, parts, strict=True):
-                if home == peer and not has(rank, leaf, home):
+            for (leaf, ranks), key in zip(parts, keys, strict=True):
+                if ranks[0] == peer and rank not in ranks:
                     wait = Wait(peer, -1 - len(out) - len(waits), (specs[leaf],))
-                    waits.append(Instruction(wait, writes=(part,)))
-        for ins in waits:
-            wait = ins.op
-            out.append(Instruction(Recv(wait.peer, wait.number, wait.specs)))
+                    waits.append(Instruction(wait, writes=(key,)))
+        out += [Instruction(Recv(w.peer, w.number, w.specs)) for w, *_ in waits]
         for peer in peers:
-            for leaf, home in places:
-                if home == rank and not has(peer, leaf, home):
+            for leaf, ranks in parts:
+                if ranks[0] == rank and peer not in ranks:
                     out.append(Instruction(Send(peer, (specs[leaf],)), reads=(grad(*leaf),)))
         out += waits
         total: Key = (GradSum(number), None)
-        out.append(Instruction(Sum(), reads=tuple(parts), writes=(total,)))
+        out.append(Instruction(Sum(), reads=tuple(keys), writes=(total,)))
         out += [Instruction(Sum(), reads=(total,), writes=(grad(*leaf),)) for leaf in local]
 
 
@@ -247,15 +240,6 @@ def steps_of(schedule: Schedule, stages: frozenset[int], late: bool) -> dict[int
     return chains
 
 
-class _Gradient(NamedTuple):
-    """The gradient of a leaf for a microbatch. ``own``: it may become a sum itself."""
-
-    leaf: int
-    key: Key
-    own: bool
-    aval: Aval | None
-
-
 @dataclass(frozen=True)
 class OrderedSums(Sums):
     """``chains`` are the steps of the stages of which a running sum goes from rank to rank."""
@@ -289,7 +273,7 @@ class _InOrder(Feature):
         self.unsettled: dict[int, deque[Step]] = defaultdict(deque)
         #: By stage: the microbatch from whose step on this rank has the running sum.
         self.since: dict[int, int] = {}
-        self.gradients: dict[tuple[int, int], list[_Gradient]] = {}
+        self.gradients: dict[tuple[int, int], list[Gradient]] = {}
 
     def _leaves(self, stage: int) -> list[tuple[int, ...]]:
         known: tuple[int, ...] = ()
@@ -321,15 +305,7 @@ class _InOrder(Feature):
         stage, _, unit = action
         if stage not in self.chains:
             return False
-        builder = self.builder
-        programs = builder.job.kind(unit).programs[stage]
-        kept = self.gradients[stage, unit] = []
-        for leaf, name in enumerate(programs.dps):
-            if name is not None:
-                key = builder.key(programs, stage, unit, name)
-                builder.fetch([key])
-                own = name in programs.fresh and builder.job.accumulate is None
-                kept.append(_Gradient(leaf, key, own, programs.grad_avals.get(name)))
+        self.gradients[stage, unit] = self.builder.gradients(action)
         return True
 
     def finish(self) -> None:
@@ -355,19 +331,11 @@ class _InOrder(Feature):
 
     def _add(self, step: Step) -> None:
         """Add the gradients of a microbatch to the running sum."""
-        before = self.leaves[step.stage][step.place]
-        kept = self.gradients.pop((step.stage, step.unit))
-        if kept:
-            accumulate = self.builder.job.accumulate
-            sums = tuple(sum_of(g.aval, accumulate) for g in kept if g.aval is not None)
-            add = Add(
-                tuple("add" if g.leaf in before else "take" if g.own else "copy" for g in kept),
-                sums if len(sums) == len(kept) else (),
-            )
-            reads = tuple(g.key for g in kept)
-            writes = self._keys(step.stage, self.since[step.stage], [g.leaf for g in kept])
-            action = Action(step.stage, "W", step.unit)
-            self.builder.out.append(Instruction(add, action, reads, writes))
+        gradients = self.gradients.pop((step.stage, step.unit))
+        since = self.since[step.stage]
+        begun = self._keys(step.stage, since, self.leaves[step.stage][step.place])
+        sums = self._keys(step.stage, since, [gradient.leaf for gradient in gradients])
+        self.builder.add(Action(step.stage, "W", step.unit), gradients, sums, begun)
 
     def _total(self, stage: int) -> None:
         """The rank of the last microbatch sends the total to the other ranks of a stage."""

@@ -271,8 +271,8 @@ class Programs(HeldBytes):
     extra: str | None = None
     #: By letter, of an eager stage: the most bytes that the program holds beyond those before it.
     during: Mapping[str, int] = field(default_factory=dict)
-    #: What compiled the programs, if anything did.
-    compiler: Any = None
+    #: In place of ``Program.adding``, of compiled programs.
+    compiler: Callable[[Program, Adds, Sequence[str]], Program] | None = None
     label: str = ""
     #: If the sizes are not those of the trace: the programs of the trace, and a function that
     #: resizes one of them.
@@ -347,8 +347,8 @@ class Programs(HeldBytes):
         for index, name in self.added_by(letter).items():
             adds.setdefault(name, []).append(f"g{index}")
         outputs = [name for name in program.outputs if name not in adds or name in self.dxs]
-        made = self.compiler
-        return made.adding(program, adds, outputs) if made else program.adding(adds, outputs)
+        adding = self.compiler or Program.adding
+        return adding(program, adds, outputs)
 
     # ---- by hand ----
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -39,6 +39,7 @@ from ...programs.tracing import InexactError, joint_graph
 from ...programs.wrappers import Block
 from ...stage import Stage
 from ...tree import AbstractTree, Aval, Structure, Tree
+from ..eager.autograd_split import walk
 from ..operators import viewed
 from .outside import outside
 
@@ -322,17 +323,9 @@ def _traced(definition: Definition, sizes: Sizes, cotangents: Sequence[Aval | No
 
 def _uses(ends: Sequence[Tensor], given: Sequence[Tensor]) -> list[int]:
     """How many gradients autograd adds up for each tensor."""
-    ends_of = [get_gradient_edge(end) for end in ends]
-    edges = Counter[tuple[Node, int]]((edge.node, edge.output_nr) for edge in ends_of)
-    seen: set[Node] = set()
-    stack = [edge.node for edge in ends_of]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            behind = [(upper, port) for upper, port in node.next_functions if upper is not None]
-            edges.update(behind)
-            stack += [upper for upper, _ in behind]
+    ends_of = list(map(get_gradient_edge, ends))
+    edges = Counter[tuple[Node | None, int]]((edge.node, edge.output_nr) for edge in ends_of)
+    edges.update(chain(*walk(ends_of)[0].values()))
     own = (get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in given)
     return [0 if edge is None else edges[edge.node, edge.output_nr] for edge in own]
 

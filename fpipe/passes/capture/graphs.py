@@ -8,7 +8,6 @@ Knows devices and functions; no groups or stages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -44,21 +43,14 @@ def recorder(device: torch.device) -> Record | None:
         return None
     module = torch.get_device_module(device)
     kind = next((getattr(module, name) for name in _NAMES if hasattr(module, name)), None)
-    return (
-        None
-        if kind is None or not hasattr(module, "graph")
-        else partial(_record, module, kind, device)
-    )
+    if kind is None or not hasattr(module, "graph"):
+        return None
 
+    def record(fn: Callable[[], Any]) -> Recorded[Any]:
+        graph = kind()
+        with module.device(device):
+            with module.graph(graph):
+                results = fn()
+            return Recorded(results, graph.replay)
 
-def _record(
-    module: Any,
-    kind: Callable[[], Any],
-    device: torch.device,
-    fn: Callable[[], T],
-) -> Recorded[T]:
-    graph = kind()
-    with module.device(device):
-        with module.graph(graph):
-            results = fn()
-        return Recorded(results, graph.replay)
+    return record

@@ -15,18 +15,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, takewhile
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ...actions.action import AnyAction, Row
+from ...collectives.group import Work
 from ...engine.copies import Copies
 from ...lowering.builder import Builder
 from ...lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
+from ...lowering.instructions import step_of
 from ...lowering.job import Job
 from ...lowering.keys import Key
 from ...lowering.memory import MemoryAccount
 from ...lowering.plan import Feature
 from ...lowering.value_graph import grad, param, reduced_grad, whole_param
-from .sharding import Layout, Share
+from .sharding import Bucket, Layout, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,30 @@ class OfShare(Opcode):
 
 
 class _Started(OfShare):
-    """A collective that is under way until its WAIT."""
+    """A collective that is under way until its WAIT; subclasses start it for a bucket."""
 
     def hold(self, ins: Instruction, ends: Sequence[int], account: MemoryAccount) -> int:
         account.begin(self.memory, self.memory, self.share.bytes)
         return account.live
+
+    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
+        key = self.memory
+        frees = ins.frees
+        buckets = self.share.slots(ins.reads)
+
+        def step(r: Registers) -> None:
+            works = []
+            for bucket, reads in buckets:
+                works.append(self.start(bucket, [r.slots[i] if i >= 0 else None for i in reads]))
+            for i in frees:
+                r.slots[i] = None
+            r.collectives[key] = works
+
+        return step
+
+    def start(self, bucket: Bucket, leaves: list[Any]) -> Work:
+        """Start it for the leaves of a bucket, of which some may be missing."""
+        raise NotImplementedError
 
 
 class Reduce(_Started):
@@ -57,27 +78,11 @@ class Reduce(_Started):
 
     kind = "REDUCE"
 
-    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share = self.share
-        key = self.memory
-        frees = ins.frees
-        copies = share.copies
+    def start(self, bucket: Bucket, leaves: list[Any]) -> Work:
+        copies = self.share.copies
+        memory = self.share.layout.pack(bucket, leaves, self.share.carried(bucket))
         op = "mean" if copies.mean else "sum"
-        buckets = [
-            (bucket, slots, share.carried(bucket)) for bucket, slots in share.slots(ins.reads)
-        ]
-
-        def step(r: Registers) -> None:
-            works = []
-            for bucket, reads, dtype in buckets:
-                leaves = [r.slots[i] if i >= 0 else None for i in reads]
-                memory = share.layout.pack(bucket, leaves, dtype)
-                works.append(copies.group.start_reduce(memory, op, scatter=copies.zero > 1))
-            for i in frees:
-                r.slots[i] = None
-            r.collectives[key] = works
-
-        return step
+        return copies.group.start_reduce(memory, op, scatter=copies.zero > 1)
 
 
 class Unshard(_Started):
@@ -85,19 +90,8 @@ class Unshard(_Started):
 
     kind = "UNSHARD"
 
-    def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        share = self.share
-        key = self.memory
-        buckets = share.slots(ins.reads)
-
-        def step(r: Registers) -> None:
-            works = []
-            for bucket, reads in buckets:
-                memory = share.layout.fill(bucket, [r.slots[i] for i in reads])
-                works.append(share.copies.group.start_gather(memory))
-            r.collectives[key] = works
-
-        return step
+    def start(self, bucket: Bucket, leaves: list[Any]) -> Work:
+        return self.share.copies.group.start_gather(self.share.layout.fill(bucket, leaves))
 
 
 class Reshard(OfShare):
@@ -106,13 +100,7 @@ class Reshard(OfShare):
     kind = "RESHARD"
 
     def bind(self, ins: Instruction, machine: Machine) -> StepFn:
-        frees = ins.frees
-
-        def step(r: Registers) -> None:
-            for i in frees:
-                r.slots[i] = None
-
-        return step
+        return step_of("{free}", ins)
 
 
 class Landed(OfShare):

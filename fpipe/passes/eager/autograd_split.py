@@ -88,7 +88,7 @@ class Kept(NamedTuple):
 # ---- surveying ----
 def leaf_edge(leaf: Tensor) -> GradientEdge:
     """The end of a leaf; torch returns that of a view for a subclass of Tensor."""
-    _, order = _walk([get_gradient_edge(leaf)])
+    _, order = walk([get_gradient_edge(leaf)])
     return GradientEdge(order[0], 0)
 
 
@@ -98,7 +98,7 @@ def survey(ends: Iterable[GradientEdge], xs: Edges, ps: Edges, whole: bool = Fal
     bits = {index: 2 << place for place, index in enumerate(ps)}
     marks = {edge.node: 1 for edge in xs.values()}
     marks |= {edge.node: bits[index] for index, edge in ps.items()}
-    nexts, order = _walk(ends, marks)
+    nexts, order = walk(ends, marks)
     reach = dict(marks)  # what each node leads to; bit 0: inputs, and one bit per parameter
     for node in order:
         bit = 0
@@ -145,7 +145,7 @@ def survey(ends: Iterable[GradientEdge], xs: Edges, ps: Edges, whole: bool = Fal
     )
 
 
-def _walk(
+def walk(
     ends: Iterable[GradientEdge], marks: Container[Node] = ()
 ) -> tuple[dict[Node, Nexts], list[Node]]:
     """The next nodes of every node, where ``marks`` have none; and the nodes, each after those
@@ -210,11 +210,6 @@ def saved_tensors(nodes: Iterable[Node]) -> Iterator[Tensor]:
         for saved in saved_handles(node):
             if saved.unpack_hook is None and isinstance(saved.data, Tensor):
                 yield saved.data
-
-
-def all_nodes(ends: Iterable[GradientEdge]) -> Iterable[Node]:
-    """Every node of a graph."""
-    return _walk(ends)[0]
 
 
 def _movable(nodes: Iterable[Node]) -> list[Cell]:

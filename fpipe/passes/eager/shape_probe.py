@@ -62,7 +62,7 @@ from ..explain import (
 )
 from ..streams import restore_streams, save_streams
 from ..tables import settle
-from .autograd_split import Edges, all_gradients, all_nodes, leaf_edge, saved_tensors, survey
+from .autograd_split import Edges, all_gradients, leaf_edge, saved_tensors, survey, walk
 from .meter import Meter, gradient_bytes, meter, plain_tensors
 
 Groups: TypeAlias = list[list[Any]]
@@ -255,7 +255,7 @@ def _with_graph(
     if isinstance(stage.fn, Remat):
         saved = _bytes(groups[1])
     else:
-        saved = _bytes(saved_tensors(all_nodes(ends.values())), callers)
+        saved = _bytes(saved_tensors(walk(ends.values())[0]), callers)
     kept = saved
     if xs:
         kept = _bytes(saved_tensors(fork.node for fork in seen.forks), callers)

@@ -127,15 +127,11 @@ def check(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str
     """Raise BatchError where an argument is elsewhere that a stage of this process, or the loss,
     reads.
     """
-    readers: list[tuple[Parts, Iterable[int]]] = [
-        (x, [0]),
-        *((target, [config.stages - 1]) for target in targets),
-    ]
+    last = config.stages - 1
+    readers = [(x, [0]), *((target, [last]) for target in targets)]
     for name, part in sides.items():
-        takers = (
-            min(s, config.stages - 1) for s, names in enumerate(config.sides) if name in names
-        )
-        readers.append((part, list(takers)))
+        takers = [min(s, last) for s, names in enumerate(config.sides) if name in names]
+        readers.append((part, takers))
     for part, stages in readers:
         here = [stage for stage in stages if stage in config.here]
         if part.absent and (here or config.local):

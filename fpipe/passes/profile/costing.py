@@ -17,7 +17,7 @@ from operator import add, itemgetter
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
-from ...actions.action import Action, AnyAction, Fused
+from ...actions.action import Action, AnyAction, joined
 from ...actions.costs import Costs, PerStage
 from ...actions.text import number
 from ...actions.timeline import Timeline
@@ -109,19 +109,13 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
         start = end = 0.0
         for action, (first, last) in sorted(_times(run).items(), key=itemgetter(1)):
             if actions and first >= end:
-                yield run.rank, _fused(actions), start, end
+                yield run.rank, joined(actions), start, end
                 actions = []
             start = start if actions else first
             end = max(end, last) if actions else last
             actions.append(action)
         if actions:
-            yield run.rank, _fused(actions), start, end
-
-
-def _fused(actions: Sequence[Action]) -> AnyAction:
-    if len(actions) == 1:
-        return actions[0]
-    return Fused(tuple(actions))
+            yield run.rank, joined(actions), start, end
 
 
 def _times(run: Run) -> dict[Action, tuple[float, float]]:

@@ -133,14 +133,6 @@ def _messages(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int, i
             yield -1, -1, 0
 
 
-def steps_of(bound: Executable, phase: int | None) -> tuple[int, Sequence[StepFn]]:
-    """The steps of a phase of a plan, or of both, and the number of the first one."""
-    split = bound.plan.split
-    if phase == 1:
-        return split, bound.steps[split:]
-    return 0, bound.steps if phase is None else bound.steps[:split]
-
-
 @contextmanager
 def recording() -> Iterator[list[Log]]:
     """Record every run of the ranks of this process from here to the end of the block.
@@ -159,7 +151,9 @@ def recording() -> Iterator[list[Log]]:
         """The steps with a mark before and after each; a second phase continues the log of the
         first.
         """
-        first, steps = steps_of(bound, phase)
+        split = bound.plan.split
+        first = split if phase == 1 else 0
+        steps = bound.steps[first : split if phase == 0 else None]
         for log in reversed(logs):
             if log.bound is bound and log.first + len(log.ends) == first > 0:
                 break

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextvars import copy_context
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 
@@ -53,21 +53,19 @@ class _OnRank(Feature):
         self.window = window
 
     def complete(self, plan: Plan) -> Plan:
-        given = {one.name: getattr(plan, one.name) for one in fields(Plan)}
         lanes, alone = _lanes(plan, 1 if plan.wired else STREAMS)
         nodes = nodes_of(plan, lanes, alone)
         instructions = tuple(_instructions(plan, lanes))
         keys = chain(plan.feeds, *(ins.writes for ins in plan.keyed), plan.results)
         slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys))}
-        given["instructions"] = tuple(map(partial(_placed, slots), instructions, plan.uses))
-        given["slots"] = len(slots)
-        given["feeds"] = {key: slots[key] for key in plan.feeds}
-        given["results"] = {key: slots[key] for key in plan.results}
-        return ReadyPlan(
-            **given,
-            window=self.window,
-            nodes=tuple(nodes),
+        placed = replace(
+            plan,
+            instructions=tuple(map(partial(_placed, slots), instructions, plan.uses)),
+            slots=len(slots),
+            feeds={key: slots[key] for key in plan.feeds},
+            results={key: slots[key] for key in plan.results},
         )
+        return ReadyPlan(**vars(placed), window=self.window, nodes=tuple(nodes))
 
 
 #: The streams of messages from one rank to another, in groups whose sends are complete at once.

@@ -9,11 +9,10 @@ runs follow it. Sets of nodes are the bits of numbers. Nothing here knows schedu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain
 from operator import or_
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ...collectives.group import Group, Pending as Arrival, Tensors, Work
 from ...engine.execute import Executable
@@ -45,8 +44,7 @@ def steps_in_order(plan: Any, executable: Executable, r: Registers) -> Iterator[
 Branch: TypeAlias = tuple[Sequence[tuple[int, StepFn]], "_Look"]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Look:
+class _Look(NamedTuple):
     """A look at messages, after the nodes that are ``done``, while others have ``begun``.
 
     ``places`` are the receives of messages that could come before the next body; at the end of the

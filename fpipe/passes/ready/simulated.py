@@ -71,7 +71,7 @@ class _Part(NamedTuple):
     length: float
     send: float
     provides: Sequence[int]
-    to: int | None
+    to: int
 
 
 class _Rank:
@@ -138,11 +138,7 @@ class _Run:
                 return
             rank = self.ranks[number]
             self._start(rank, position, start, waited)
-            changed = {number}
-            for part in rank.parts[position]:
-                if part.to is not None:
-                    changed.add(part.to)
-            for one in changed:
+            for one in {number, *(part.to for part in rank.parts[position])}:
                 best[one] = self._best(self.ranks[one])
 
     def _best(self, rank: _Rank) -> tuple[float, bool, int, int]:
@@ -204,7 +200,8 @@ def _parts(
         _, travel, receive, length, send, _ = steps[at][op][stage]
         needed, provided = table[op]
         place = stage * facts.microbatches + at
-        to = _reader(placement.path(at), stage, KINDS[op].provides[0])
+        path = placement.path(at)
+        reader = stage + READERS.get(KINDS[op].provides[0], 0)
         yield _Part(
             [place + offset for offset in needed],
             travel,
@@ -212,11 +209,5 @@ def _parts(
             length,
             send,
             [place + offset for offset in provided],
-            None if to == rank else to,
+            path[reader] if 0 <= reader < len(path) else rank,
         )
-
-
-def _reader(path: Sequence[int], stage: int, fact: str) -> int | None:
-    """The rank of the other stage that reads a fact; None: no other stage does."""
-    reader = stage + READERS.get(fact, 0)
-    return path[reader] if reader != stage and 0 <= reader < len(path) else None
