@@ -39,8 +39,7 @@ _TABLE = {
     "passes.derived.per_example": "per_example",
     "engine.microbatches": "Microbatches",
     "passes.padding": "pad",
-    "engine.gradients": "value_and_grad",
-    "engine.vjp": "grad vjp",
+    "engine.gradients": "grad value_and_grad vjp",
     "engine.pipeline": "Pipeline pipeline",
     "passes.profile.profiling": "measure_costs profile",
     "passes.weighting": "weighted",
@@ -80,10 +79,9 @@ if TYPE_CHECKING:
     from .collectives.local import local as local
     from .collectives.setup import adopt as adopt, init as init
     from .engine.copies import copies as copies
-    from .engine.gradients import value_and_grad as value_and_grad
+    from .engine.gradients import grad as grad, value_and_grad as value_and_grad, vjp as vjp
     from .engine.microbatches import Microbatches as Microbatches
     from .engine.pipeline import Pipeline as Pipeline, pipeline as pipeline
-    from .engine.vjp import grad as grad, vjp as vjp
     from .errors import FpipeError as FpipeError
     from .generators import (
         make_schedule as make_schedule,

@@ -51,20 +51,16 @@ def agree(group: Group, facts: Facts, schedule: object = "", more: Any = None) -
                 f"rank {group.global_rank(rank)} builds a pipeline while others call one; "
                 f"{TOGETHER}"
             )
+    found = None
     if len({digest for _, digest, _ in answers}) > 1:
-        _compare(group, facts, schedule)
-    return [each for *_, each in answers]
-
-
-def _compare(group: Group, facts: Facts, schedule: object) -> None:
-    """Raise MismatchError where facts that are known to two ranks differ."""
-    found = Difference.of(dict(enumerate(group.gather_objects(dict(facts)))))
+        found = Difference.of(dict(enumerate(group.gather_objects(dict(facts)))))
     if found is not None:
         where = ""
         if found.fact == "schedule":
             where = _difference(group.gather_objects(str(schedule)), *found.ranks)
         names = [group.global_rank(rank) for rank in range(group.size)]
         raise MismatchError(f"{found.text(names, where)}. Nothing was sent")
+    return [each for *_, each in answers]
 
 
 def _difference(texts: list[str], one: int, other: int) -> str:

@@ -38,16 +38,16 @@ _NOTHING = tree.flatten(None)[1]
 
 @dataclass(frozen=True)
 class TracedKind:
-    """One kind of microbatch: the interfaces of the stages that were traced so far, and programs of
-    those on this process.
+    """One kind of microbatch of a request: the interfaces of the stages that were traced so far,
+    and programs of those on this process.
     """
 
+    config: Config
+    request: Request
     kind: MicrobatchKind
     interfaces: tuple[Interface, ...] = ()
     programs: LocalPrograms = field(default_factory=dict)
-    each: bool = False  # whether the function each= reads all outputs
     slice: int = 0  # where stages have carries: the number of this slice in its microbatch
-    slices: int = 1  # where stages have carries: the slices of a microbatch
 
     @property
     def outputs(self) -> list[AbstractTree]:
@@ -68,10 +68,19 @@ class TracedKind:
         interfaces = {**dict(enumerate(self.interfaces)), **news}
         return replace(self, interfaces=tuple(interfaces[stage] for stage in sorted(interfaces)))
 
-    def on_rank(self, config: Config, request: Request, rank: int) -> ProgramSet:
+    def ranks_here(self, stage: int) -> list[int]:
+        """The ranks of this process that hold a stage."""
+        ranks = self.request.schedule.placement.ranks_of(stage)
+        return [rank for rank in ranks if rank in self.config.group.here]
+
+    def sides_and_state(self, stage: int) -> list[AbstractTree]:
+        """The side inputs and the state of a stage, which its signature has beside params and x."""
+        return [self.kind.sides[stage], self.request.states[stage] or AbstractTree.of(None)]
+
+    def on_rank(self, rank: int) -> ProgramSet:
         """The programs of one rank, for lowering."""
-        device = config.group.device(rank)
-        stages = request.schedule.placement.stages_of(rank)
+        device = self.config.group.device(rank)
+        stages = self.request.schedule.placement.stages_of(rank)
         programs = {stage: self.programs[stage, device] for stage in stages}
         return ProgramSet(self.graph, programs, self.programs.get((None, device)))
 
@@ -98,7 +107,7 @@ class TracedKind:
             loss = Interface.of(self.loss)
             returned_inputs = {source for source in loss.ys if isinstance(source, int)}
             reads = tuple(
-                self.each or read or leaf in returned_inputs
+                self.request.each or read or leaf in returned_inputs
                 for leaf, read in enumerate(loss.reads_x)
             )
             return ValueGraph(self.interfaces, loss.dxs, reads, batch)
@@ -114,39 +123,24 @@ class TracedKind:
 Traced: TypeAlias = list[TracedKind]
 
 
-def trace_here(
-    config: Config, request: Request, note: Callable[[str], None], known: Traced
-) -> Traced:
+def trace_here(note: Callable[[str], None], known: Traced) -> Traced:
     """Trace the stages of this process, and the loss, for each kind."""
-    stages = request.schedule.stages
     kinds: Traced = []
     for kind in known:
         previous = kinds[-1] if kind.slice else None
+        stages = kind.config.stages
         for stage in range(stages):
-            if ranks_here(config, request, stage):
+            if kind.ranks_here(stage):
                 note(f"stage {stage + 1} of {stages}")
-                kind = trace_stage(config, request, kind, previous, stage)
-        if config.loss is not None:
+                kind = trace_stage(kind, previous, stage)
+        if kind.config.loss is not None:
             note("the loss")
-            kind = with_loss(config, request, kind)
+            kind = with_loss(kind)
         kinds.append(kind)
     return kinds
 
 
-def ranks_here(config: Config, request: Request, stage: int) -> list[int]:
-    """The ranks of this process that hold a stage."""
-    ranks = request.schedule.placement.ranks_of(stage)
-    return [rank for rank in ranks if rank in config.group.here]
-
-
-def sides_and_state(request: Request, known: TracedKind, stage: int) -> list[AbstractTree]:
-    """The side inputs and the state of a stage, which its signature has beside params and x."""
-    return [known.kind.sides[stage], request.states[stage] or AbstractTree.of(None)]
-
-
 def trace_stage(
-    config: Config,
-    request: Request,
     traced: TracedKind,
     previous: TracedKind | None,
     stage: int,
@@ -156,8 +150,8 @@ def trace_stage(
 
     Its outputs ``unused`` have no cotangent. ``previous`` is the previous slice of the microbatch.
     """
-    ranks = ranks_here(config, request, stage)
-    params = request.params[stage]
+    ranks = traced.ranks_here(stage)
+    params = traced.request.params[stage]
     if params is None:
         raise StageError(
             f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters "
@@ -165,18 +159,22 @@ def trace_stage(
             "process)"
         )
     x = traced.input_of(stage)
-    function = config.functions[stage]
+    function = traced.config.functions[stage]
     carry_leaves = 0
     if function.carry and previous is not None:
         carry = previous.carry(stage)
         carry_leaves = len(carry.leaves)
         x = load_pass("slices").with_carry(x, carry)
-    trees = [params, x, *sides_and_state(request, traced, stage)]
-    on_devices = partial(_programs, config, request, ranks, stage, trees, unused)
+    trees = [params, x, *traced.sides_and_state(stage)]
+    on_devices = partial(_programs, traced, ranks, stage, trees, unused)
     y = None
     if function.carry:
         programs, y = load_pass("slices").traced_slice(
-            function, traced.slice == 0, traced.slice == traced.slices - 1, carry_leaves, on_devices
+            function,
+            traced.slice == 0,
+            traced.slice == traced.request.chain - 1,
+            carry_leaves,
+            on_devices,
         )
     else:
         programs = on_devices(function)
@@ -185,8 +183,9 @@ def trace_stage(
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
 
 
-def with_loss(config: Config, request: Request, traced: TracedKind) -> TracedKind:
+def with_loss(traced: TracedKind) -> TracedKind:
     """With the loss, on the devices of all ranks here, so that each knows what the loss returns."""
+    config = traced.config
     assert config.loss is not None
     trees = [traced.input_of(len(traced.interfaces)), *traced.kind.targets]
     x = replace(
@@ -194,17 +193,16 @@ def with_loss(config: Config, request: Request, traced: TracedKind) -> TracedKin
         structure=tree.tuple_structure([t.structure for t in trees]),
         leaves=tuple(leaf for t in trees for leaf in t.leaves),
     )
-    function = loss_stage(config.loss, request.has_aux, request.each)
+    function = loss_stage(config.loss, traced.request.has_aux, traced.request.each)
     trees = [AbstractTree.of({}), x, traced.kind.sides[-1], AbstractTree.of(None)]
-    losses = _programs(config, request, config.group.here, None, trees, frozenset(), function)
+    losses = _programs(traced, config.group.here, None, trees, frozenset(), function)
     for programs in losses.values():
         check_scalar(function.label, next(iter(programs.outputs.y.tensors), None))
     return replace(traced, programs={**traced.programs, **losses})
 
 
 def _programs(
-    config: Config,
-    request: Request,
+    traced: TracedKind,
     ranks: Sequence[int],
     stage: int | None,
     trees: Sequence[AbstractTree],
@@ -212,7 +210,8 @@ def _programs(
     function: Stage,
 ) -> LocalPrograms:
     """Trace a stage, or the loss (None), on the devices of ranks."""
-    group = config.group
+    request = traced.request
+    group = traced.config.group
     note = group.notes(group.here[0])
     note(f"{TRACING} the loss" if stage is None else f"{TRACING} stage {stage}")
     made = {}

@@ -113,7 +113,7 @@ def lowering_jobs(
     jobs = {
         rank: Job(
             schedule,
-            tuple(kind.on_rank(config, request, rank) for kind in kinds),
+            tuple(kind.on_rank(rank) for kind in kinds),
             request.kind_of,
             training=request.mode != "forward",
             accumulate=config.accumulate,
@@ -180,15 +180,15 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     """
     chain = request.chain
     kinds = [
-        TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
+        TracedKind(config, request, kind, slice=number % chain)
         for number, kind in enumerate(request.kinds)
     ]
     if not config.local:
-        kinds = previewed(config, request, kinds, note)
+        kinds = previewed(config, kinds, note)
     again = True
     while again:
         expected = [kind.outputs for kind in kinds]
-        kinds, _ = exchange(config, partial(trace_here, config, request, note), kinds)
+        kinds, _ = exchange(config, partial(trace_here, note), kinds)
         again = not config.local and [kind.outputs for kind in kinds] != expected
     if request.mode == "forward":
         return kinds
@@ -197,6 +197,6 @@ def trace_stages(config: Config, request: Request, note: Callable[[str], None]) 
     # and one more after each that changed something.
     again = config.carries
     while again or any(kind.graph.lacks_cotangents() for kind in kinds):
-        kinds, changed = exchange(config, partial(unused.cut, config, request), kinds)
+        kinds, changed = exchange(config, unused.cut, kinds)
         again = config.carries and changed
     return kinds

@@ -17,19 +17,15 @@ from ..programs.internals import PLAIN
 from ..programs.signature import Signature
 from ..programs.tracing import returned
 from .config import Config
-from .kinds import Traced, TracedKind, exchange, ranks_here, sides_and_state, trace_stage
-from .request import Request
+from .kinds import Traced, TracedKind, exchange, trace_stage
 
 
-def previewed(
-    config: Config, request: Request, kinds: Traced, note: Callable[[str], None]
-) -> Traced:
+def previewed(config: Config, kinds: Traced, note: Callable[[str], None]) -> Traced:
     """The kinds with an interface for each stage, which may have nothing but the output."""
     with PLAIN.mode():
         pass  # the first time it imports what tracing needs, which takes a process a second
-    stages = request.schedule.stages
-    while (known := min(len(kind.interfaces) for kind in kinds)) < stages:
-        kinds, changed = exchange(config, partial(_next_outputs, config, request, note), kinds)
+    while (known := min(len(kind.interfaces) for kind in kinds)) < config.stages:
+        kinds, changed = exchange(config, partial(_next_outputs, note), kinds)
         if not changed:
             raise MismatchError(
                 f"no process reported what stage {known} returns; every process must run the same "
@@ -38,33 +34,30 @@ def previewed(
     return kinds
 
 
-def _next_outputs(
-    config: Config, request: Request, note: Callable[[str], None], known: Traced
-) -> Traced:
+def _next_outputs(note: Callable[[str], None], known: Traced) -> Traced:
     """Find the outputs of the next stages, up to the first that is on another process."""
-    stages = request.schedule.stages
     found: Traced = []
     for kind in known:
         previous = found[-1] if kind.slice else None
+        stages = kind.config.stages
         for stage in range(len(kind.interfaces), stages):
-            if not ranks_here(config, request, stage):
+            if not kind.ranks_here(stage):
                 break
             note(f"the output of stage {stage + 1} of {stages}")
-            kind = _with_output(config, request, kind, previous, stage)
+            kind = _with_output(kind, previous, stage)
         found.append(kind)
     return found
 
 
-def _with_output(
-    config: Config, request: Request, kind: TracedKind, previous: TracedKind | None, stage: int
-) -> TracedKind:
+def _with_output(kind: TracedKind, previous: TracedKind | None, stage: int) -> TracedKind:
     """The kind with the output of a stage. The stage is traced where there is no other way."""
-    function, params = config.functions[stage], request.params[stage]
+    function = kind.config.functions[stage]
+    params = kind.request.params[stage]
     y = None
     if params is not None and function.engine == "trace" and not function.carry:
-        device = config.group.device(ranks_here(config, request, stage)[0])
-        trees = (params, kind.input_of(stage), *sides_and_state(request, kind, stage))
+        device = kind.config.group.device(kind.ranks_here(stage)[0])
+        trees = (params, kind.input_of(stage), *kind.sides_and_state(stage))
         y = returned(function, Signature(*(tree.on(device) for tree in trees)))
     if y is None:
-        return trace_stage(config, request, kind, previous, stage)
+        return trace_stage(kind, previous, stage)
     return kind.updated({stage: Interface(y, (), (), (), (), ())})

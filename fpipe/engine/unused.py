@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .config import Config
-from .kinds import TracedKind, ranks_here, trace_stage
-from .request import Request
+from .kinds import TracedKind, trace_stage
 
 
-def cut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[TracedKind]:
+def cut(known: Sequence[TracedKind]) -> list[TracedKind]:
     """Trace again, from the last stage down, the stages of which an output has no cotangent, as far
     as they are on this process.
     """
@@ -23,9 +21,9 @@ def cut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[T
         changed = False
         for number, kind in reversed(list(enumerate(kinds))):
             previous = kinds[number - 1] if kind.slice else None
-            following = kinds[number + 1] if kind.slice + 1 < kind.slices else None
-            while (found := lacking(kind, following)) and ranks_here(config, request, found[0]):
-                kind = trace_stage(config, request, kind, previous, *found)
+            following = kinds[number + 1] if kind.slice + 1 < kind.request.chain else None
+            while (found := lacking(kind, following)) and kind.ranks_here(found[0]):
+                kind = trace_stage(kind, previous, *found)
                 changed = True
             kinds[number] = kind
     return kinds

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from os import PathLike
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ..actions.dependencies import uncollected
 from ..actions.product import load_pass
@@ -24,10 +24,10 @@ from .sources import ScheduleSource, called, make_registered, read_schedule, ret
 class Entry(NamedTuple):
     """A schedule with a name: its generator, and how many stages it places on a rank.
 
-    ``generator`` is the file and the function, or the function that a user registered, of which
-    nothing else is known. A rank gets ``per_rank`` stages by default, or any
-    multiple of ``step`` that the caller asks for. A ``fixed`` number is the only one.
-    ``orders_slices``: the generator takes ``slices=`` and has an order for slices.
+    ``generator`` is the file and the function, which makes rows, or the function that a user
+    registered, which makes a Schedule, and of which nothing else is known. A rank gets ``per_rank``
+    stages by default, or any multiple of ``step`` that the caller asks for. A ``fixed`` number is
+    the only one. ``orders_slices``: the generator takes ``slices=`` and has an order for slices.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     orders_slices: bool = False
 
     @property
-    def make(self) -> Callable[..., Schedule]:
+    def make(self) -> Callable[..., Any]:
         """The function of the generator."""
         if callable(self.generator):
             return self.generator
@@ -162,9 +162,10 @@ def make_schedule(
     if 2 * count * microbatches * slices > MOST_ACTIONS:
         raise too_large(count, microbatches, slices, MOST_ACTIONS)
     with uncollected():
-        if entry.orders_slices:
-            return entry.make(ranks, microbatches, count, slices)
-        return entry.make(ranks, microbatches, count).sliced(slices)
+        ordered = {"slices": slices} if entry.orders_slices else {}
+        rows, placement = entry.make(ranks, microbatches, count, **ordered)
+        schedule = Schedule(rows, placement, microbatches, entry.name, **ordered)
+        return schedule if ordered else schedule.sliced(slices)
 
 
 def schedule_from(

@@ -31,20 +31,20 @@ from typing import TypeAlias
 
 from ..actions.action import Action, Row
 from ..actions.action_kinds import Op
-from ..schedule import Schedule
-from .patterns import actions
+from .patterns import Made, actions
 from .shapes import even_parts, two_directions
 
 #: A crossing of the ranks by one stage's op: stage, op, and the microbatches of each unit.
 Leg: TypeAlias = tuple[int, Op, Sequence[range]]
 
 
-def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_chimera(ranks: int, microbatches: int, stages: int) -> Made:
     """Two pipelines of 1F1B in opposite directions, every stage on two ranks: less idle time than
     1F1B with up to twice as many microbatches as ranks. Of an odd count of
     microbatches one more goes down than up.
 
-    >>> print(make_chimera(2, 2, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("Chimera", 2, 2, 2))
     [0F0, 1F1, 1B1, 0B0]
     [0F1, 1F0, 1B0, 0B1]
     """

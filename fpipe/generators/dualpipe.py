@@ -32,16 +32,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..actions.action import Action, AnyAction, Placement, Row, unfused
-from ..schedule import Schedule
-from .patterns import actions, fused, keep_microbatches
+from .patterns import Made, actions, fused, keep_microbatches
 from .shapes import two_directions
 
 
-def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Made:
     """DualPipe on a V: weights once; a forward and a backward run as one to hide messages, for half
     a microbatch more memory than 1F1B.
 
-    >>> print(make_dual_pipe_v(1, 3, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("DualPipeV", 1, 3, 2))
     [0F0, 1F0, 0F1, 1B0, (1F1;0B0)OVERLAP_F_B, (0F2;1B1)OVERLAP_F_B, (1F2;0B1)OVERLAP_F_B, 1B2, 0I2,
     0W2]
     """
@@ -52,14 +52,15 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
         for r in range(ranks)
     ]
     rows = keep_microbatches(rows, made_for, batches[made_for - microbatches :])
-    return Schedule(rows, Placement.v(ranks), microbatches, "DualPipeV")
+    return rows, Placement.v(ranks)
 
 
-def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Made:
     """Microbatches from both ends, every stage on two ranks; a forward and a backward run as one to
     hide messages. Of an odd count of microbatches one more goes down than up.
 
-    >>> print(make_dual_pipe(2, 2, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("DualPipe", 2, 2, 2))
     [0F0, 1F1, 1B1, 0I0, 0W0]
     [0F1, 1F0, 1B0, 0I1, 0W1]
     """

@@ -13,16 +13,17 @@ Idle (p - 1)(F + B) on each rank. A rank holds the activations of all m microbat
 
 from __future__ import annotations
 
-from ..schedule import Schedule
+from .patterns import Made
 from .shapes import one_chunk_a_rank
 
 
-def make_gpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_gpipe(ranks: int, microbatches: int, stages: int) -> Made:
     """All forwards, then all backwards, both in ascending order.
 
-    >>> print(make_gpipe(2, 2, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("GPipe", 2, 2, 2))
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1F1, 1B0, 1B1]
     """
     pattern = "F" * microbatches + "B" * microbatches
-    return one_chunk_a_rank("GPipe", [pattern] * ranks, microbatches, stages)
+    return one_chunk_a_rank([pattern] * ranks, microbatches, stages)

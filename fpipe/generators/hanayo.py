@@ -22,17 +22,17 @@ microbatches a unit is made and the last ones are left out. At F = B a rank is i
 from __future__ import annotations
 
 from ..actions.action import Placement
-from ..schedule import Schedule
 from .chimera import Leg, stream, two_streams
-from .patterns import keep_microbatches
+from .patterns import Made, keep_microbatches
 from .shapes import even_parts
 
 
-def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_hanayo(ranks: int, microbatches: int, stages: int) -> Made:
     """Down the ranks and up again in ``stages / ranks / 2`` waves: idle time falls with more
     waves, for the memory of 1F1B.
 
-    >>> print(make_hanayo(2, 2, 4))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("Hanayo", 2, 2, 4))
     [0F0, 0F1, 3F0, 3B0, 3F1, 3B1, 0B0, 0B1]
     [1F0, 2F0, 1F1, 2F1, 2B0, 1B0, 2B1, 1B1]
     """
@@ -46,5 +46,4 @@ def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:
         legs.extend((chunk, "B", units) for chunk in reversed(chunks))
         count = len(chunks) * made_for
         rows.append(two_streams(ranks - rank, count, stream(legs[::2]), stream(legs[1::2])))
-    kept = keep_microbatches(rows, made_for, range(microbatches))
-    return Schedule(kept, placement, microbatches, "Hanayo")
+    return keep_microbatches(rows, made_for, range(microbatches)), placement

@@ -28,30 +28,27 @@ from typing import TypeAlias
 
 from ..actions.action import Placement
 from ..actions.action_kinds import Op
-from ..schedule import Schedule
 from .one_f_one_b import one_forward_one_backward
-from .patterns import Tape, rows_of
+from .patterns import Made, Tape, rows_of
 from .shapes import even_parts
 
 _Order: TypeAlias = Sequence[tuple[int, int]]  #: of (chunk, microbatch)
 
 
 def by_groups(
-    name: str,
     pattern: Callable[[int, int, int], str],
     ranks: int,
     microbatches: int,
     stages: int,
-) -> Schedule:
-    """A schedule of microbatches in groups, each of which runs through every chunk.
+) -> Made:
+    """Rows of microbatches in groups, each of which runs through every chunk.
 
     Each group has ``ranks`` microbatches or a little more. Backwards begin with the last chunk.
     ``pattern(rank, total, ahead)`` is the pattern of a rank with ``total`` forwards, of which
     ``ahead`` come before the last chunk of the first group.
 
-    >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 2, 2, 4))
-    [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
-    [1F0, 1F1, 3F0, 3F1, 3B0, 3B1, 1B0, 1B1]
+    >>> by_groups(lambda rank, total, ahead: "F" * total + "B" * total, 1, 2, 2)
+    ([(0F0, 1F0, 0F1, 1F1, 1B0, 0B0, 1B1, 0B1)], Placement(0: [0, 1]))
     """
     chunks = stages // ranks
     parts = even_parts(range(microbatches), max(1, microbatches // ranks))
@@ -59,17 +56,16 @@ def by_groups(
     back = [(chunks - 1 - chunk, m) for chunk, m in order]
     ahead = (chunks - 1) * len(parts[0])
     patterns = [pattern(rank, len(order), ahead) for rank in range(ranks)]
-    return _looped(name, patterns, order, back, microbatches)
+    return _looped(patterns, order, back, microbatches)
 
 
 def _looped(
-    name: str,
     patterns: Sequence[str],
     order: _Order,
     back: _Order,
     microbatches: int,
-) -> Schedule:
-    """The schedule of patterns, with forwards in ``order`` and backwards in the order ``back``."""
+) -> Made:
+    """The rows of patterns, with forwards in ``order`` and backwards in the order ``back``."""
     ranks = len(patterns)
     orders: dict[Op, _Order] = {"F": order, "B": back, "I": back, "W": back}
 
@@ -81,14 +77,15 @@ def _looped(
 
     rows = rows_of([(pattern, tapes(rank)) for rank, pattern in enumerate(patterns)])
     chunks = len(order) // microbatches
-    return Schedule(rows, Placement.loop(ranks, chunks), microbatches, name)
+    return rows, Placement.loop(ranks, chunks)
 
 
-def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
     """1F1B over several stages a rank, for any number of microbatches: less idle time than 1F1B;
     more memory with more microbatches than ranks.
 
-    >>> print(make_interleaved_one_f_one_b(2, 2, 4))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("Interleaved1F1B", 2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1]
     """
@@ -96,16 +93,17 @@ def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> 
     def pattern(rank, total, ahead):
         return one_forward_one_backward(total, 2 * (ranks - rank) - 1 + ahead)
 
-    return by_groups("Interleaved1F1B", pattern, ranks, microbatches, stages)
+    return by_groups(pattern, ranks, microbatches, stages)
 
 
-def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Made:
     """Breadth first: all microbatches through one chunk after another, and back in reverse.
 
-    >>> print(make_looped_bfs(2, 2, 4))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("LoopedBFS", 2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B1, 2B0, 0B1, 0B0]
     [1F0, 1F1, 3F0, 3F1, 3B1, 3B0, 1B1, 1B0]
     """
     order = [(chunk, m) for chunk in range(stages // ranks) for m in range(microbatches)]
     patterns = ["F" * len(order) + "B" * len(order)] * ranks
-    return _looped("LoopedBFS", patterns, order, order[::-1], microbatches)
+    return _looped(patterns, order, order[::-1], microbatches)

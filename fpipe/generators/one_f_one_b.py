@@ -42,47 +42,50 @@ With one slice this is 1F1B.
 from __future__ import annotations
 
 from ..actions.action import Placement, Row
-from ..schedule import Schedule
-from .patterns import actions, fused
+from .patterns import Made, actions, fused
 from .shapes import one_chunk_a_rank
 
 
-def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
     """One forward, one backward in turn, after a forward for each rank from this one to the last; a
     rank holds at most as many microbatches.
 
-    >>> print(make_one_f_one_b(2, 3, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("1F1B", 2, 3, 2))
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2]
     """
-    return one_chunk_a_rank("1F1B", patterns(ranks, microbatches, 1), microbatches, stages)
+    return one_chunk_a_rank(patterns(ranks, microbatches, 1), microbatches, stages)
 
 
-def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
     """1F1B after up to twice as many forwards, which hide communication.
 
-    >>> print(make_eager_one_f_one_b(2, 4, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("Eager1F1B", 2, 4, 2))
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
     """
-    return one_chunk_a_rank("Eager1F1B", patterns(ranks, microbatches, 2), microbatches, stages)
+    return one_chunk_a_rank(patterns(ranks, microbatches, 2), microbatches, stages)
 
 
-def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Schedule:
+def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Made:
     """1F1B over slices of sequences; backwards run from the last slice.
 
-    >>> print(make_seq_one_f_one_b(2, 2, 2, slices=2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("Seq1F1B", 2, 2, 2, slices=2))
     [0F0.0, 0F0.1, 0F1.0, 0B0.1, 0F1.1, 0B0.0, 0B1.1, 0B1.0]
     [1F0.0, 1F0.1, 1B0.1, 1F1.0, 1B0.0, 1F1.1, 1B1.1, 1B1.0]
     """
     rows = patterns(ranks, microbatches * slices, 1, slices)
-    return one_chunk_a_rank("Seq1F1B", rows, microbatches, stages, slices)
+    return one_chunk_a_rank(rows, microbatches, stages, slices)
 
 
-def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
     """1F1B whose forwards and backwards run as one, after up to twice as many forwards.
 
-    >>> print(make_overlapped_one_f_one_b(2, 4, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("Overlapped1F1B", 2, 4, 2))
     [0F0, 0F1, 0F2, (0F3;0B0)OVERLAP_F_B, 0B1, 0B2, 0B3]
     [1F0, (1F1;1B0)OVERLAP_F_B, (1F2;1B1)OVERLAP_F_B, (1F3;1B2)OVERLAP_F_B, 1B3]
     """
@@ -92,7 +95,7 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
         backwards = actions(rank, "B", range(microbatches))
         tapes = {"F": forwards, "B": backwards, "X": fused(forwards, backwards)}
         rows.append(tuple([next(tapes[letter]) for letter in pattern.replace("BF", "X")]))
-    return Schedule(rows, Placement.loop(ranks), microbatches, "Overlapped1F1B")
+    return rows, Placement.loop(ranks)
 
 
 def patterns(ranks: int, microbatches: int, step: int, last: int = 1) -> list[str]:

@@ -15,11 +15,13 @@ from importlib import import_module
 from itertools import repeat
 from typing import TypeAlias, get_args
 
-from ..actions.action import LARGE, Action, Fused, Row, joined
+from ..actions.action import LARGE, Action, Fused, Placement, Row, joined
 from ..actions.action_kinds import Op
 
 #: The actions of one op on microbatches, of one stage or of a stage for each microbatch.
 Tape: TypeAlias = tuple[int | Iterable[int], Op, Iterable[int]]
+#: What a generator makes of counts: a row of actions for each rank, and the ranks of stages.
+Made: TypeAlias = tuple[Sequence[Row], Placement]
 
 
 def actions(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Iterator[Action]:

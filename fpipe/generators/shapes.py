@@ -13,8 +13,7 @@ from ..actions.action import Placement, Row
 from ..actions.action_kinds import Op
 from ..actions.unit import unit
 from ..errors import ScheduleError
-from ..schedule import Schedule
-from .patterns import Tape, keep_microbatches, row_of, rows_of, tapes
+from .patterns import Made, Tape, keep_microbatches, row_of, rows_of, tapes
 
 
 def even_parts(microbatches: range, parts: int) -> list[range]:
@@ -37,8 +36,8 @@ def two_directions(
     *,
     keep_last: bool = False,
     remedy: str = "",
-) -> Schedule:
-    """A schedule with two directions, whose ranks pair from both ends.
+) -> Made:
+    """Rows of two directions, of ranks that pair from both ends.
 
     Half of the microbatches go up; of an odd number one more goes down. ``row(near, far, first,
     second)`` makes the row of a rank. ``near`` is its distance from the nearer end, ``far`` that
@@ -48,10 +47,10 @@ def two_directions(
     ranks.
 
     >>> two_directions("DualPipe", 1, 1, lambda near, far, first, second: (), 0)
-    Schedule(DualPipe, ranks=1, microbatches=1, stages=1)
+    ([(0F0, 0B0)], Placement(0: [0]))
     """
     if ranks == 1:
-        return one_chunk_a_rank(name, ["FB" * microbatches], microbatches, 1)
+        return one_chunk_a_rank(["FB" * microbatches], microbatches, 1)
     if ranks % 2:
         remedies = ", ".join(filter(None, (f"take {ranks - 1} or {ranks + 1}", remedy)))
         raise ScheduleError(
@@ -71,25 +70,22 @@ def two_directions(
     else:
         kept = (*down[:going_down], *up[:going_up])
     rows = keep_microbatches(upper + lower[::-1], len(down) + len(up), kept)
-    placement = Placement.bidirectional(ranks, microbatches, range(going_down, microbatches))
-    return Schedule(rows, placement, microbatches, name)
+    return rows, Placement.bidirectional(ranks, microbatches, range(going_down, microbatches))
 
 
 def one_chunk_a_rank(
-    name: str,
     patterns: Sequence[str],
     microbatches: int,
     stages: int,
     slices: int = 1,
-) -> Schedule:
-    """A schedule whose ranks hold one chunk each: a pattern for each rank, and stage r on rank r.
+) -> Made:
+    """Rows of ranks that hold one chunk each: a pattern for each rank, and stage r on rank r.
 
     With more stages than ranks, each rank holds several neighbours, which run one after another as
     if they were one stage.
 
-    >>> print(one_chunk_a_rank("1F1B", ["FFBB", "FBFB"], microbatches=2, stages=2))
-    [0F0, 0F1, 0B0, 0B1]
-    [1F0, 1B0, 1F1, 1B1]
+    >>> one_chunk_a_rank(["FFBB", "FBFB"], microbatches=2, stages=2)
+    ([(0F0, 0F1, 0B0, 0B1), (1F0, 1B0, 1F1, 1B1)], Placement(0: [0], 1: [1]))
     """
     chunks = stages // len(patterns)
     path = tuple(stage // chunks for stage in range(stages))
@@ -100,7 +96,7 @@ def one_chunk_a_rank(
         for rank, pattern in enumerate(patterns)
     ]
     rows = rows_of(pairs) if slices == 1 else [row_of(*row) for row in pairs]
-    return Schedule(rows, Placement((path,), len(patterns)), microbatches, name, slices=slices)
+    return rows, Placement((path,), len(patterns))
 
 
 def _tapes(rank: int, chunks: int, microbatches: int, slices: int) -> dict[str, Tape]:

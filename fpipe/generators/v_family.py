@@ -38,8 +38,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..actions.action import Placement
-from ..schedule import Schedule
-from .patterns import two_chunks
+from .patterns import Made, two_chunks
 
 _PERIOD = 6  #: of slots: F, f, i, I and their two W
 
@@ -81,31 +80,33 @@ def v_half(p: int) -> Block:
     return Block(places, 2 * ((p + 2) // 2), slack)
 
 
-def make_v_min(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_v_min(ranks: int, microbatches: int, stages: int) -> Made:
     """Zero bubble on a V within a third of the memory of 1F1B and two microbatches, at more idle
     time than VHalf.
 
-    >>> print(make_v_min(1, 2, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("VMin", 1, 2, 2))
     [0F0, 1F0, 1I0, 0I0, 1W0, 0F1, 0W0, 1F1, 1I1, 0I1, 1W1, 0W1]
     """
-    return _make("VMin", v_min(ranks), microbatches, stages)
+    return _make(v_min(ranks), microbatches, stages)
 
 
-def make_v_half(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_v_half(ranks: int, microbatches: int, stages: int) -> Made:
     """Zero bubble on a V within half of the memory of 1F1B and one microbatch, at more idle time
     than ZBV.
 
-    >>> print(make_v_half(1, 2, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("VHalf", 1, 2, 2))
     [0F0, 1F0, 1I0, 0I0, 1W0, 0F1, 0W0, 1F1, 1I1, 0I1, 1W1, 0W1]
     """
-    return _make("VHalf", v_half(ranks), microbatches, stages)
+    return _make(v_half(ranks), microbatches, stages)
 
 
-def _make(name: str, block: Block, microbatches: int, stages: int) -> Schedule:
+def _make(block: Block, microbatches: int, stages: int) -> Made:
     letters = (_letters(passes, block) for passes in _passes(block, microbatches, stages))
     slots = zip_longest(*letters, fillvalue="")
     rows = two_chunks(list(map("".join, zip(*slots, strict=True))), microbatches)
-    return Schedule(rows, Placement.v(stages // 2), microbatches, name)
+    return rows, Placement.v(stages // 2)
 
 
 @dataclass(slots=True, eq=False)

@@ -17,34 +17,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..schedule import Schedule
 from .one_f_one_b import patterns
+from .patterns import Made
 from .shapes import one_chunk_a_rank
 
 
-def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Made:
     """Time and memory as ZBH1; weight gradients where a rank would wait.
 
-    >>> make_zb_1p(4, 8, 4).simulate().span
+    >>> from fpipe import make_schedule
+    >>> make_schedule("ZB1P", 4, 8, 4).simulate().span
     27.0
     """
-    return _made("ZB1P", ranks, microbatches, stages, 1)
+    return _made(ranks, microbatches, stages, 1)
 
 
-def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Made:
     """Twice the memory of 1F1B; no idle time of a rank with enough microbatches, and weight
     gradients where it would wait.
 
-    >>> make_zb_2p(4, 8, 4).simulate().span
+    >>> from fpipe import make_schedule
+    >>> make_schedule("ZB2P", 4, 8, 4).simulate().span
     24.0
     """
-    return _made("ZB2P", ranks, microbatches, stages, 2)
+    return _made(ranks, microbatches, stages, 2)
 
 
-def _made(name: str, ranks: int, microbatches: int, stages: int, step: int) -> Schedule:
-    """The schedule whose ranks hold at most ``step * ranks`` activations."""
+def _made(ranks: int, microbatches: int, stages: int, step: int) -> Made:
+    """The rows of ranks that hold at most ``step * ranks`` activations."""
     split = split_backwards(patterns(ranks, microbatches, step), step * ranks)
-    return one_chunk_a_rank(name, split, microbatches, stages)
+    return one_chunk_a_rank(split, microbatches, stages)
 
 
 def split_backwards(whole: Sequence[str], limit: int) -> list[str]:

@@ -16,21 +16,20 @@ rows are made for at least 2p - 1 microbatches. For fewer, the last microbatches
 from __future__ import annotations
 
 from ..actions.action import Placement
-from ..schedule import Schedule
-from .patterns import keep_microbatches, two_chunks
+from .patterns import Made, keep_microbatches, two_chunks
 
 
-def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_zbv(ranks: int, microbatches: int, stages: int) -> Made:
     """Zero bubble on a V, also called ZBV: the memory of 1F1B; at equal F, I and W and twice as
     many microbatches as ranks no idle time within the span of a rank.
 
-    >>> print(make_zbv(1, 2, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("ZBVZeroBubble", 1, 2, 2))
     [0F0, 1F0, 1I0, 1W0, 0F1, 0I0, 0W0, 1F1, 1I1, 1W1, 0I1, 0W1]
     """
     made_for = max(2 * ranks - 1, microbatches)
     rows = two_chunks([_pattern(ranks, rank, made_for) for rank in range(ranks)], made_for)
-    kept = keep_microbatches(rows, made_for, range(microbatches))
-    return Schedule(kept, Placement.v(ranks), microbatches, "ZBVZeroBubble")
+    return keep_microbatches(rows, made_for, range(microbatches)), Placement.v(ranks)
 
 
 def _pattern(p: int, r: int, m: int) -> str:

@@ -22,46 +22,47 @@ the same activations.
 
 from __future__ import annotations
 
-from ..schedule import Schedule
 from .interleaved import by_groups
+from .patterns import Made
 from .shapes import one_chunk_a_rank
 
 
-def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Made:
     """The memory of 1F1B and a third of its idle time at equal F, I and W; weight gradients a fixed
     number of microbatches late.
 
-    >>> print(make_zb_h1(2, 3, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("ZBH1", 2, 3, 2))
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
-    return _made("ZBH1", ranks, microbatches, stages, 1)
+    return _made(ranks, microbatches, stages, 1)
 
 
-def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Made:
     """Just under twice the memory of 1F1B; at equal F, I and W and twice as many microbatches
     as ranks no idle time within the span of a rank.
 
-    >>> print(make_zb_h2(2, 3, 2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("ZBH2", 2, 3, 2))
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2]
     """
-    return _made("ZBH2", ranks, microbatches, stages, 2)
+    return _made(ranks, microbatches, stages, 2)
 
 
-def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Schedule:
+def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Made:
     """ZBH1 over slices of sequences; backwards run from the last slice.
 
-    >>> print(make_seq_zb_h1(2, 1, 2, slices=2))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("SeqZBH1", 2, 1, 2, slices=2))
     [0F0.0, 0F0.1, 0I0.1, 0W0.1, 0I0.0, 0W0.0]
     [1F0.0, 1F0.1, 1I0.1, 1I0.0, 1W0.1, 1W0.0]
     """
-    return _made("SeqZBH1", ranks, microbatches, stages, 1, slices)
+    return _made(ranks, microbatches, stages, 1, slices)
 
 
-def _made(
-    name: str, ranks: int, microbatches: int, stages: int, step: int, slices: int = 1
-) -> Schedule:
+def _made(ranks: int, microbatches: int, stages: int, step: int, slices: int = 1) -> Made:
     """Each rank warms up with ``step`` forwards fewer than the rank before it, and its Ws are as
     many further behind.
     """
@@ -69,7 +70,7 @@ def _made(
         zero_bubble(microbatches * slices, step * (ranks - 1 - rank) + slices, lag=step * rank)
         for rank in range(ranks)
     ]
-    return one_chunk_a_rank(name, patterns, microbatches, stages, slices)
+    return one_chunk_a_rank(patterns, microbatches, stages, slices)
 
 
 def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
@@ -87,10 +88,11 @@ def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
     return pattern + "W" * min(lag, microbatches)
 
 
-def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> Schedule:
+def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> Made:
     """ZBH1 over several stages a rank: less idle time than ZBH1 for about its memory.
 
-    >>> print(make_interleaved_zero_bubble(2, 2, 4))
+    >>> from fpipe import make_schedule
+    >>> print(make_schedule("InterleavedZeroBubble", 2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]
     [1F0, 1F1, 3F0, 3I0, 3F1, 3I1, 3W0, 1I0, 3W1, 1I1, 1W0, 1W1]
     """
@@ -98,4 +100,4 @@ def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> 
     def pattern(rank, total, ahead):
         return zero_bubble(total, ranks - rank + ahead, lag=rank)
 
-    return by_groups("InterleavedZeroBubble", pattern, ranks, microbatches, stages)
+    return by_groups(pattern, ranks, microbatches, stages)

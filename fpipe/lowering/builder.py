@@ -118,19 +118,15 @@ class Builder:
         place = 0
         self._append(self.messages.begin())
         for position, action in enumerate(row):
-            if place != boundary:  # _end_phase and the new phase call it below
-                self._before()
-            if any(feature.act(action, position) for feature in self.features):
-                place += len(action.parts)
-                continue
-            for part in action.parts:
-                if place == boundary:
-                    split = self._end_phase()
-                    self._append(self.messages.begin())
-                    self._before()
-                self._append(self.messages.before(place))
-                self.act(part)
-                place += 1
+            if place == boundary:
+                split = self._end_phase()
+                self._append(self.messages.begin())
+            self._before()
+            if not any(feature.act(action, position) for feature in self.features):
+                for at, part in enumerate(action.parts, place):
+                    self._append(self.messages.before(at))
+                    self.act(part)
+            place += len(action.parts)
         if place == boundary:  # there is no backward
             split = self._end_phase()
         self._append(self.messages.drain())

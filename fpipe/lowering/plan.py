@@ -8,7 +8,7 @@ memory read, before anything runs. This module knows programs and ranks, no tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -105,7 +105,17 @@ class Plan:
     @cached_property
     def curve(self) -> tuple[int, ...]:
         """The most bytes held during each instruction."""
-        return _curve(self.keyed, self.uses, self.wired)
+        account = MemoryAccount(self.wired)
+        held = []
+        for ins, (ends, needed) in zip(self.keyed, self.uses, strict=True):
+            during = ins.op.hold(ins, ends, account)
+            for key, later in zip(ins.writes, needed, strict=True):
+                if not later:
+                    account.end(key)
+            for index in ends:
+                account.end(ins.reads[index])
+            held.append(max(during, account.live))
+        return tuple(held)
 
     @property
     def peak(self) -> int:
@@ -143,18 +153,3 @@ class Plan:
             if others:
                 lines.append(f"  and {others} more fused actions like it")
         return "\n".join(lines)
-
-
-def _curve(keyed: Sequence[Instruction], uses: Sequence[Use], wired: bool) -> tuple[int, ...]:
-    """The most bytes held during each instruction."""
-    account = MemoryAccount(wired)
-    held = []
-    for ins, (ends, needed) in zip(keyed, uses, strict=True):
-        during = ins.op.hold(ins, ends, account)
-        for key, later in zip(ins.writes, needed, strict=True):
-            if not later:
-                account.end(key)
-        for index in ends:
-            account.end(ins.reads[index])
-        held.append(max(during, account.live))
-    return tuple(held)

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..actions.action import Rows, unfused
-from ..actions.check import inspect_rows
-from ..actions.costs import Costs
-from ..actions.simulation import simulate_rows
+from ..actions.action import unfused
 from .instruction import Instruction, Machine, Opcode, Registers, StepFn
 from .job import Job
 from .memory import MemoryAccount
@@ -68,8 +65,7 @@ class WiredMessages(Messages):
         """
         schedule = self.job.schedule
         rows = tuple(tuple(unfused(row)) for row in schedule)
-        simulated = Rows(rows, schedule.placement, schedule.units, schedule.slices)
-        line = simulate_rows(inspect_rows(simulated), Costs())
+        line = replace(schedule, rows=rows).simulate()
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
         events: list[tuple[float, int, int, Channel]] = []
         for channel in self.channels:

@@ -133,7 +133,7 @@ def transforming() -> bool:
 # ---- global state ----
 @lru_cache(maxsize=1)
 def _device_types() -> tuple[str, ...]:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if device is None or device.type == "cpu" else ("cpu", device.type)
 
 
@@ -416,7 +416,7 @@ def unseeded(label: str) -> Iterator[None]:
 
 def _device_seed() -> int | None:
     """The seed of the accelerator, where that is in use."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     module: Any = None if device is None else torch.get_device_module(device)
     return module.initial_seed() if getattr(module, "is_initialized", lambda: False)() else None
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ...collectives.codec import encode
 from ...engine.config import Config
 from ...engine.interfaces import as_data
-from ...engine.kinds import TracedKind, ranks_here, trace_stage, with_loss
+from ...engine.kinds import TracedKind, trace_stage, with_loss
 from ...engine.prepare import Prepared
 from ...engine.request import MicrobatchKind, Request
 from ...errors import FpipeError
@@ -150,13 +150,13 @@ def _expected(
     process.
     """
     interfaces = expected((kind.x, *kind.targets), seen)
-    traced = TracedKind(kind, interfaces, each=request.each)
+    traced = TracedKind(config, request, kind, interfaces)
     for stage, interface in enumerate(interfaces):
-        if ranks_here(config, request, stage):
+        if traced.ranks_here(stage):
             unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
-            traced = trace_stage(config, request, traced, None, stage, unused)
+            traced = trace_stage(traced, None, stage, unused)
     if config.loss is not None:
-        traced = with_loss(config, request, traced)
+        traced = with_loss(traced)
     lacking = request.mode != "forward" and traced.graph.lacks_cotangents()
     if traced.interfaces != interfaces or lacking:
         raise UnexpectedError
