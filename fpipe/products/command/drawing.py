@@ -96,4 +96,9 @@ def draw(
         text = "" if out else pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
         click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
+    needed = out and look.paper and not difference and pictures.width_with_numbers(drawn, shown)
+    if needed:
+        click.echo(
+            f"narrow bars have no number; --width {needed}in or fewer microbatches leave room"
+        )
     click.echo(text, nl=False, color=True)

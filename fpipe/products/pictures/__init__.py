@@ -16,6 +16,7 @@ from .output import (
     save,
     strip,
     table,
+    width_with_numbers,
     write,
 )
 from .scene import Look
@@ -33,5 +34,6 @@ __all__ = [
     "size_text",
     "strip",
     "table",
+    "width_with_numbers",
     "write",
 ]

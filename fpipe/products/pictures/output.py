@@ -146,6 +146,13 @@ def save(timeline: Timelines, path: str | PathLike[str], look: Look | None = Non
     write("picture", path, FORMATS, painted)
 
 
+def width_with_numbers(timeline: Timelines, look: Look) -> float:
+    """The inches that a picture for a paper needs for numbers in its short bars; 0 if it has
+    them.
+    """
+    return _figures().width_with_numbers(shortened(scenes(timeline), look), look)
+
+
 def write(
     what: str,
     path: str | PathLike[str],

@@ -31,9 +31,20 @@ from matplotlib.transforms import Affine2D, Bbox
 from ...actions import OPS
 from . import labels
 from .colours import ink, palette
-from .labels import wrapped
+from .labels import widest_name, wrapped
 from .scene import Look, Scene, Scenes, has_curves, has_fused
-from .shapes import CURVE, GAP, PALE, Frame, Label, Rect, frame, natural_size, shapes
+from .shapes import (
+    CURVE,
+    GAP,
+    PALE,
+    PAPER_LETTERS,
+    Frame,
+    Label,
+    Rect,
+    frame,
+    natural_size,
+    shapes,
+)
 
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
 FOOT = 70.0  #: pixels below the last scene
@@ -93,6 +104,16 @@ def new_axes(figure: Figure, scenes: Scenes, look: Look) -> Axes:
     figure.set_facecolor(palette(1, bool(look.dark))["paper"])
     corner = LEFT / wide, FOOT / high
     return figure.add_axes((*corner, width / wide, height / high))
+
+
+def width_with_numbers(scenes: Scenes, look: Look) -> float:
+    """The inches that a picture for a paper needs for numbers in its short bars; 0 if it has
+    them.
+    """
+    cell = min(scene.cell for scene in scenes)
+    named = PAPER_LETTERS * LETTERS * (widest_name(scenes, 1) - 0.1)
+    need = LEFT + RIGHT + max(scene.length for scene in scenes) / cell * named
+    return ceil(need / 9.6) / 10 if need > (look.width or PAPER_WIDTH) else 0.0
 
 
 def _heading(scene: Scene, look: Look, width: float) -> list[str]:

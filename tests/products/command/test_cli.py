@@ -595,6 +595,15 @@ def test_a_picture_for_a_paper_has_the_width_that_was_asked_for(
         assert float(box.split()[2]) == pytest.approx(points, abs=0.1)
 
 
+def test_a_picture_for_a_paper_without_numbers_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    words = ["draw", "ZBV", "--style", "paper", "--out", str(tmp_path / "a.svg"), "--width"]
+    hint = "narrow bars have no number; --width 4.9in or fewer microbatches leave room"
+    assert hint in printed(capsys, *words, "3.4in")
+    assert "number" not in printed(capsys, *words, "4.9in")
+
+
 def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     plan, costs = tmp_path / "plan.csv", tmp_path / "profile.json"
     costs.write_text(Costs(F=[1, 1, 1, 2], saved=1e9).to_json())

@@ -965,6 +965,20 @@ def test_every_action_has_a_number_in_a_page_of_a_paper(name: str, size: tuple[i
     assert len(names.get_paths()) == sum(len(bar.kinds) for bar in drawn[0].bars)
 
 
+@pytest.mark.parametrize("name", ["1F1B", "ZBV"])
+def test_the_width_that_numbers_need_is_the_least(name: str):
+    drawn = scenes(timeline(name, 4, 8))
+    needed = 96 * plotting.width_with_numbers(drawn, Look(paper=True, width=100))
+
+    def numbers(width: float) -> int:
+        look = Look(paper=True, width=width)
+        axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
+        return sum(len(c.get_paths()) for c in axes.collections if isinstance(c, PathCollection))
+
+    assert numbers(needed) == len(drawn[0].bars) > numbers(needed - 20)
+    assert not plotting.width_with_numbers(drawn, Look(paper=True, width=needed))
+
+
 # ---- many actions ----
 def test_short_actions_do_not_hide_the_others():
     """Measured steps were bands of shares, because some actions took less than two pixels."""
