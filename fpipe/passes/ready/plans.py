@@ -32,7 +32,7 @@ from .window import default_window
 class Ready(Feature):
     """Makes a plan one in the ready order, where no send waits for its receiver."""
 
-    window: int | None = None
+    window: int = 0  # 0: the default
 
     def start(self, builder: Builder) -> Feature:
         job = builder.job
@@ -44,13 +44,7 @@ class Ready(Feature):
             # A message shows what its sender had run only outside of its window.
             parts = (len(action.parts) for row in schedule for action in row)
             builder.messages.lag = window * max(parts, default=1)
-        return _OnRank(builder, window)
-
-
-class _OnRank(Feature):
-    def __init__(self, builder: Builder, window: int):
-        self.builder = builder
-        self.window = window
+        return replace(self, window=window)
 
     def complete(self, plan: Plan) -> Plan:
         lanes, alone = _lanes(plan, 1 if plan.wired else STREAMS)
