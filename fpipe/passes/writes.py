@@ -70,10 +70,14 @@ def _replaced(node: fx.Node, op: TorchOp, places: Mapping[fx.Node, int]) -> bool
             continue
         if other.op != "call_function" or any(map(later, other.users)):
             return False
-    new = _value(node, functional)
-    if new is None or new.dtype != after.dtype or not same(new.shape, after.shape):
+    mode = getattr(after, "fake_mode", None)
+    if mode is None:
         return False
-    if not same(new.stride(), after.stride()):
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+    with mode:
+        new = functional(*args, **kwargs)
+    alike = new.dtype == after.dtype and same(new.shape, after.shape)
+    if not alike or not same(new.stride(), after.stride()):
         return False
     node.target = functional
     key = ("written", next(_SERIAL))
@@ -110,16 +114,3 @@ def without_write(op: TorchOp) -> TorchOp | None:
 def _types(op: TorchOp) -> list[tuple[str, str]]:
     """The names and types of an operation's arguments."""
     return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
-
-
-def _value(node: fx.Node, op: TorchOp) -> Tensor | None:
-    """What the operation returns for the values of a node's arguments."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
-    mode = getattr(value_of(node), "fake_mode", None)
-    if mode is None:
-        return None
-    with mode:
-        new = op(*args, **kwargs)
-    if isinstance(new, Tensor):
-        return new
-    return None
