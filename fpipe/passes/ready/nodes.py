@@ -158,8 +158,6 @@ def _connect_values(plan: Plan, nodes: Sequence[Node], waits: Sequence[set[int]]
     written: dict[Key, int] = {}
     read = defaultdict[Key, set[int]](set)
     for number, ins in enumerate(plan.keyed):
-        if number not in node_of:
-            continue
         place = node_of[number]
         ends, _ = plan.uses[number]
         changed = [*ins.writes, *(key for key in ins.reads if isinstance(key[0], Grad))]
