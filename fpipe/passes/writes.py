@@ -96,19 +96,16 @@ def without_write(op: TorchOp) -> TorchOp | None:
     >>> without_write(torch.ops.aten.div_.Scalar)
     <OpOverload(op='aten.div', overload='Scalar')>
     """
-    arguments = op._schema.arguments
     name = op._opname
-    aliases = [(place, argument.alias_info) for place, argument in enumerate(arguments)]
-    writes = [place for place, alias in aliases if alias is not None and alias.is_write]
+    aliases = [argument.alias_info for argument in op._schema.arguments]
+    writes = [place for place, alias in enumerate(aliases) if alias and alias.is_write]
     if writes != [0] or op.namespace != "aten" or not name.endswith("_"):
         return None
     functional = getattr(getattr(torch.ops.aten, name[:-1], None), op._overloadname, None)
     if not isinstance(functional, TorchOp) or mutates(functional):
         return None
     # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
-    if _types(functional) == _types(op):
-        return functional
-    return None
+    return functional if _types(functional) == _types(op) else None
 
 
 def _types(op: TorchOp) -> list[tuple[str, str]]:
