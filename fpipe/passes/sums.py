@@ -247,7 +247,7 @@ class _InOrder(Feature):
         self.builder = builder
         self.specs = sums.specs
         self.chains = sums.chains
-        self.rest = Sums(sums.tied, sums.specs, sums.whole).start(builder)
+        self.rest = Sums.start(sums, builder)
         every = sorted(step for chain in self.chains.values() for step in chain)
         self.own = deque(step for step in every if step.rank == rank)
         held = builder.job.schedule.placement.stages_of(rank)
