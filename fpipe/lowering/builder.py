@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..actions.action import Action, unfused
+from ..actions.action import Action, AnyAction, unfused
 from ..actions.dependencies import uncollected
 from ..actions.product import load_pass
 from ..programs.program import Program, Programs
@@ -121,7 +121,7 @@ class Builder:
             if place == boundary:
                 split = self._end_phase()
                 self._append(self.messages.begin())
-            self._before()
+            self._before(action)
             if not any(feature.act(action, position) for feature in self.features):
                 for at, part in enumerate(action.parts, place):
                     self._append(self.messages.before(at))
@@ -138,12 +138,12 @@ class Builder:
             self.out.append(instruction)
             self.present.update(instruction.writes)
 
-    def _before(self) -> None:
+    def _before(self, action: AnyAction | None) -> None:
         for feature in self.features:
-            feature.before()
+            feature.before(action)
 
     def _end_phase(self) -> int:
-        self._before()
+        self._before(None)
         self._append(self.messages.next_phase())
         return len(self.out)
 

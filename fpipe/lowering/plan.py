@@ -9,6 +9,7 @@ memory read, before anything runs. This module knows programs and ranks, no tens
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -38,22 +39,26 @@ class Use(NamedTuple):
 class Feature:
     """What an option adds to the plan of a rank. A subclass overrides what it changes.
 
-    ``start`` returns the feature for one rank. The builder then calls its methods.
+    ``start`` returns the feature for one rank, by default a copy that has its ``builder``. The
+    builder then calls its methods.
     """
 
     #: Whether it may interleave the programs of an action.
     interleaves: ClassVar[bool] = False
+    builder: Any
 
     def start(self, builder: Any) -> Feature:
         """The feature for the rank of a builder."""
-        return self
+        started = copy(self)
+        vars(started)["builder"] = builder  # a feature may be frozen
+        return started
 
     def parameter(self, stage: int, leaf: int) -> Key | None:
         """The key under which programs read a parameter; None: that of the caller's value."""
         return None
 
-    def before(self) -> None:
-        """Called before each action of the row, between phases, and after the row."""
+    def before(self, action: AnyAction | None) -> None:
+        """Called before each action of the row, and at the end of each phase with None."""
 
     def act(self, action: AnyAction, position: int) -> bool:
         """Emit an action in place of the builder; False: the builder emits it."""

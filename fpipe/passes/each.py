@@ -21,20 +21,11 @@ from ..lowering.plan import Feature
 from ..programs.tensor_state import versions
 
 
-@dataclass(frozen=True)
 class Each(Feature):
     """Emits EACH after the last forward of a microbatch."""
 
-    def start(self, builder: Builder) -> Feature:
-        return _OnRank(builder)
-
-
-class _OnRank(Feature):
-    def __init__(self, builder: Builder):
-        self.builder = builder
-
     def after(self, action: Action) -> None:
-        builder = self.builder
+        builder: Builder = self.builder
         (stage, op, mb) = action
         if op != "F" or stage != builder.job.stages - 1:
             return
@@ -48,7 +39,7 @@ class _OnRank(Feature):
 
     def results(self, keys: Iterable[Key]) -> Iterator[Key]:
         """Of a loss the first value stays a result: the total needs it."""
-        builder = self.builder
+        builder: Builder = self.builder
         passed = set[Key]()
         schedule = builder.job.schedule
         for mb in range(schedule.units):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..actions.action import Action
+from ..actions.action import Action, AnyAction
 from ..actions.product import load_pass
 from ..collectives.group import Group, Pending
 from ..devices import wide
@@ -309,19 +309,7 @@ class _Taken(Feature):
     option: Taking
     request: Request
 
-    def start(self, builder: Builder) -> Feature:
-        return _OnRank(self, builder)
-
-
-class _OnRank(Feature):
-    def __init__(self, taken: _Taken, builder: Builder):
-        self.option = taken.option
-        self.request = taken.request
-        self.builder = builder
-        self.row = iter(builder.job.schedule[builder.rank])
-
-    def before(self) -> None:
-        action = next(self.row, None)
+    def before(self, action: AnyAction | None) -> None:
         for part in () if action is None else action.parts:
             if part.op == "F":
                 self._take(part)
@@ -332,7 +320,7 @@ class _OnRank(Feature):
     def _take(self, part: Action) -> None:
         """Emit TAKE before a forward that reads microbatches which come late."""
         stage, _, mb = part
-        builder = self.builder
+        builder: Builder = self.builder
         job = builder.job
         x, targets, sides = self.request.kinds[self.request.kind_of[mb]]
         sources: list[Source] = []
@@ -365,7 +353,7 @@ class _OnRank(Feature):
 
     def finish(self) -> None:
         """Gradients are divided by the sum of the weights, where these were not known."""
-        builder = self.builder
+        builder: Builder = self.builder
         keys = []
         if self.option.after and builder.job.training:
             keys = [key for key in builder.results() if isinstance(key[0], (Grad, ReducedGrad))]

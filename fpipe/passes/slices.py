@@ -254,12 +254,8 @@ def carried(builder: Builder, role: Role, stage: int, mb: int, leaf: int) -> Key
     other = mb + (-1 if role == "x" else 1)
     kind = builder.job.kind(other)
     programs = kind.programs[stage]
-    interface = kind.graph.interfaces[stage]
-    names = programs.dxs
-    count = len(interface.dxs)
-    if role == "x":
-        names = programs.ys
-        count = len(interface.ys)
-    name = names[count + leaf]
+    results = "ys" if role == "x" else "dxs"
+    count = len(getattr(kind.graph.interfaces[stage], results))
+    name = getattr(programs, results)[count + leaf]
     assert name is not None, "no program reads a carry that is no tensor, nor its gradient"
     return builder.key(programs, stage, other, name)

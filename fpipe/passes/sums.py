@@ -63,29 +63,20 @@ class Sums(Feature):
     specs: Mapping[Leaf, Spec] = field(default_factory=dict)
     whole: frozenset[Leaf] = frozenset()
 
-    def start(self, builder: Builder) -> Feature:
-        return _OnRank(self, builder)
-
-
-class _OnRank(Feature):
-    def __init__(self, sums: Sums, builder: Builder):
-        self.sums = sums
-        self.builder = builder
-
     def finish(self) -> None:
         ranks_of = self.builder.job.schedule.placement.ranks_of
-        tied = {leaf for group in self.sums.tied for leaf in group}
+        tied = {leaf for group in self.tied for leaf in group}
         replicated = [
             (leaf,)
-            for leaf in sorted(self.sums.specs, key=lambda leaf: leaf[0])
-            if leaf not in tied | self.sums.whole and len(ranks_of(leaf[0])) > 1
+            for leaf in sorted(self.specs, key=lambda leaf: leaf[0])
+            if leaf not in tied | self.whole and len(ranks_of(leaf[0])) > 1
         ]
-        for number, group in enumerate([*replicated, *self.sums.tied]):
+        for number, group in enumerate([*replicated, *self.tied]):
             self._emit(number, group)
 
     def _emit(self, number: int, group: Sequence[Leaf]) -> None:
-        builder = self.builder
-        specs = self.sums.specs
+        builder: Builder = self.builder
+        specs = self.specs
         rank = builder.rank
         out = builder.out
         ranks_of = builder.job.schedule.placement.ranks_of
@@ -100,7 +91,7 @@ class _OnRank(Feature):
         parts: list[tuple[Leaf, tuple[int, ...]]] = []
         for leaf in group:
             ranks = ranks_of(leaf[0])
-            parts += [(leaf, ranks)] if leaf in self.sums.whole else [(leaf, (r,)) for r in ranks]
+            parts += [(leaf, ranks)] if leaf in self.whole else [(leaf, (r,)) for r in ranks]
         keys: list[Key] = [
             grad(*leaf) if rank in ranks else (PartialGrad(*leaf, ranks[0], number), None)
             for leaf, ranks in parts
@@ -256,7 +247,7 @@ class _InOrder(Feature):
         self.builder = builder
         self.specs = sums.specs
         self.chains = sums.chains
-        self.rest = Sums(sums.tied, sums.specs, sums.whole).start(builder)
+        self.rest = Sums.start(sums, builder)
         every = sorted(step for chain in self.chains.values() for step in chain)
         self.own = deque(step for step in every if step.rank == rank)
         held = builder.job.schedule.placement.stages_of(rank)

@@ -8,6 +8,7 @@ such a sum. Elementwise operations between a view and its inverse are done witho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,14 +40,11 @@ def _drops_axes(view: fx.Node) -> bool:
         return False
     if len(total.users) > 1 or len(total.args) != 3 or not total.args[2]:
         return False
-    kept = value_of(total)
-    dropped = value_of(view)
-    axes = total.args[1]
-    if kept is None or dropped is None or not isinstance(axes, (list, tuple)):
-        return False
-    summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
+    kept = total.meta["val"]
+    axes: Any = total.args[1] or ()
+    summed = {axis % kept.dim() for axis in axes}
     rest = [size for axis, size in enumerate(kept.shape) if axis not in summed]
-    return bool(summed) and same(dropped.shape, rest)
+    return bool(summed) and same(view.meta["val"].shape, rest)
 
 
 def _elementwise(node: fx.Node) -> bool:

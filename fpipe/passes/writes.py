@@ -70,10 +70,14 @@ def _replaced(node: fx.Node, op: TorchOp, places: Mapping[fx.Node, int]) -> bool
             continue
         if other.op != "call_function" or any(map(later, other.users)):
             return False
-    new = _value(node, functional)
-    if new is None or new.dtype != after.dtype or not same(new.shape, after.shape):
+    mode = getattr(after, "fake_mode", None)
+    if mode is None:
         return False
-    if not same(new.stride(), after.stride()):
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+    with mode:
+        new = functional(*args, **kwargs)
+    alike = new.dtype == after.dtype and same(new.shape, after.shape)
+    if not alike or not same(new.stride(), after.stride()):
         return False
     node.target = functional
     key = ("written", next(_SERIAL))
@@ -92,34 +96,18 @@ def without_write(op: TorchOp) -> TorchOp | None:
     >>> without_write(torch.ops.aten.div_.Scalar)
     <OpOverload(op='aten.div', overload='Scalar')>
     """
-    arguments = op._schema.arguments
     name = op._opname
-    aliases = [(place, argument.alias_info) for place, argument in enumerate(arguments)]
-    writes = [place for place, alias in aliases if alias is not None and alias.is_write]
+    aliases = [argument.alias_info for argument in op._schema.arguments]
+    writes = [place for place, alias in enumerate(aliases) if alias and alias.is_write]
     if writes != [0] or op.namespace != "aten" or not name.endswith("_"):
         return None
     functional = getattr(getattr(torch.ops.aten, name[:-1], None), op._overloadname, None)
     if not isinstance(functional, TorchOp) or mutates(functional):
         return None
     # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
-    if _types(functional) == _types(op):
-        return functional
-    return None
+    return functional if _types(functional) == _types(op) else None
 
 
 def _types(op: TorchOp) -> list[tuple[str, str]]:
     """The names and types of an operation's arguments."""
     return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
-
-
-def _value(node: fx.Node, op: TorchOp) -> Tensor | None:
-    """What the operation returns for the values of a node's arguments."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
-    mode = getattr(value_of(node), "fake_mode", None)
-    if mode is None:
-        return None
-    with mode:
-        new = op(*args, **kwargs)
-    if isinstance(new, Tensor):
-        return new
-    return None

@@ -12,8 +12,9 @@ Knows no backends.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
@@ -23,7 +24,6 @@ from ...engine.copies import Copies
 from ...lowering.builder import Builder
 from ...lowering.instruction import Instruction, Machine, Opcode, Registers, StepFn
 from ...lowering.instructions import step_of
-from ...lowering.job import Job
 from ...lowering.keys import Key
 from ...lowering.memory import MemoryAccount
 from ...lowering.plan import Feature
@@ -155,91 +155,106 @@ class OfCopies(Feature):
     layouts: Mapping[int, Layout]
     tied: tuple[tuple[tuple[int, int], ...], ...] = ()
 
-    def start(self, builder: Builder) -> Feature:
-        return _OnRank(self, builder)
-
     def parameters(self, stage: int) -> Share:
         """The parameters of a stage that the copies share."""
         layout = self.layouts[stage]
         return Share(stage, layout, layout.leaves, self.copies)
 
-
-class _OnRank(Feature):
-    def __init__(self, of: OfCopies, builder: Builder):
-        self.of = of
-        self.out = builder.out
-        self.steps = _steps(of, builder.job, builder.rank, builder.accumulated)
-
     def parameter(self, stage: int, leaf: int) -> Key | None:
-        if self.of.copies.cut and leaf in self.of.layouts[stage].shapes:
+        if self.copies.cut and leaf in self.layouts[stage].shapes:
             return whole_param(stage, leaf)
         return None
 
-    def before(self) -> None:
-        out = self.out
+    def before(self, action: AnyAction | None) -> None:
+        out = self.builder.out
         out += next(self.steps)
 
     def finish(self) -> None:
-        out = self.out
+        out = self.builder.out
         out += chain.from_iterable(self.steps)
 
     def results(self, keys: Iterable[Key]) -> list[Key]:
-        shares = [ins.op.share for ins in self.out if isinstance(ins.op, Reduce)]
+        shares = [ins.op.share for ins in self.builder.out if isinstance(ins.op, Reduce)]
         leaves = [(share.stage, leaf) for share in shares for leaf in share.leaves]
         reduced = {grad(*leaf): reduced_grad(*leaf) for leaf in leaves}
         return [reduced.get(key, key) for key in keys]
 
+    @cached_property
+    def steps(self) -> Iterator[list[Instruction]]:
+        """The instructions before each position of the row, at the end of each phase, and after the
+        row.
+        """
+        builder: Builder = self.builder
+        row = builder.job.schedule[builder.rank]
+        placement = builder.job.schedule.placement
+        tied = {stage for group in self.tied for stage, _ in group}
+        summed_first = [  # over ranks or stages, before the copies reduce them
+            stage
+            for stage in placement.stages_of(builder.rank)
+            if stage in tied or len(placement.ranks_of(stage)) > 1
+        ]
+        ends = {  # by stage, the position after its last gradient
+            part.stage: position
+            for position, entry in enumerate(row, 1)
+            for part in entry.parts
+            if part.op in "BW" and part.stage not in summed_first
+        }
+        reduced: list[OfShare] = []
+        for position, unused, steps in self._gathered(row):
+            ready = [stage for stage, end in ends.items() if end == position]
+            reduces = self._reduces(ready)
+            reduced += reduces
+            ops = [Reshard(self.parameters(stage)) for stage in unused]
+            ops += reduces
+            ops += [kind(self.parameters(stage)) for kind, stage in steps]
+            yield list(map(_instruction, ops))
+        late = self._reduces(summed_first)
+        yield list(map(_instruction, late + [Landed(op.share) for op in reduced + late]))
 
-def _steps(
-    of: OfCopies,
-    job: Job,
-    rank: int,
-    added: Set[Key],
-) -> Iterator[list[Instruction]]:
-    """The instructions before each position of the row, at the end of each phase, and after the
-    row; ``added`` grows meanwhile.
-    """
-    row = job.schedule[rank]
-    placement = job.schedule.placement
-    tied = {stage for group in of.tied for stage, _ in group}
-    summed_first = [  # over ranks or stages, before the copies reduce them
-        stage
-        for stage in placement.stages_of(rank)
-        if stage in tied or len(placement.ranks_of(stage)) > 1
-    ]
-    ends = {  # by stage, the position after its last gradient
-        part.stage: position
-        for position, entry in enumerate(row, 1)
-        for part in entry.parts
-        if part.op in "BW" and part.stage not in summed_first
-    }
-    reduced: list[OfShare] = []
-    for position, unused, steps in _gathered(of, job, row):
-        ready = [stage for stage, end in ends.items() if end == position]
-        reduces = _reduces(of, job, ready, added)
-        reduced += reduces
-        ops = [Reshard(of.parameters(stage)) for stage in unused]
-        ops += reduces
-        ops += [kind(of.parameters(stage)) for kind, stage in steps]
-        yield list(map(_instruction, ops))
-    late = _reduces(of, job, summed_first, added)
-    yield list(map(_instruction, late + [Landed(op.share) for op in reduced + late]))
+    def _gathered(self, row: Row) -> Iterator[tuple[int, list[int], list[_Step]]]:
+        """Each position of a row, and the end of each phase: the stages to free there, then how
+        those that are read become whole.
+        """
+        reads = [self._stages_read(entry) for entry in row]
+        allowed = self.copies.unsharded if self.copies.zero == 3 else self.builder.job.stages
+        limit = max([allowed, *map(len, reads)])
+        phases = [(0, len(row))]
+        if self.builder.job.phased:
+            forwards = list(
+                takewhile(lambda entry: all(part.op == "F" for part in entry.parts), row)
+            )
+            phases = [(0, len(forwards)), (len(forwards), len(row))]
+        for begin, end in phases:
+            for position, changes in enumerate(_of_phase(reads[begin:end], limit), begin):
+                yield position, *changes
 
+    def _stages_read(self, entry: AnyAction) -> list[int]:
+        """The stages of which an entry of the row reads sharded parameters."""
+        stages: dict[int, None] = {}
+        for stage, op, mb in entry.parts if self.copies.cut else ():
+            own = self.builder.job.kind(mb).programs[stage]
+            program = getattr(own, op.lower())
+            inputs = [own.roles[name] for name in program.inputs if name in own.roles]
+            params = {leaf for role, leaf in inputs if role == "param"}
+            if params.intersection(self.layouts[stage].shapes):
+                stages[stage] = None
+        return list(stages)
 
-def _gathered(of: OfCopies, job: Job, row: Row) -> Iterator[tuple[int, list[int], list[_Step]]]:
-    """Each position of a row, and the end of each phase: the stages to free there, then how those
-    that are read become whole.
-    """
-    reads = [_stages_read(of, job, entry) for entry in row]
-    allowed = of.copies.unsharded if of.copies.zero == 3 else job.stages
-    limit = max([allowed, *map(len, reads)])
-    phases = [(0, len(row))]
-    if job.phased:
-        forwards = list(takewhile(lambda entry: all(part.op == "F" for part in entry.parts), row))
-        phases = [(0, len(forwards)), (len(forwards), len(row))]
-    for begin, end in phases:
-        for position, changes in enumerate(_of_phase(reads[begin:end], limit), begin):
-            yield position, *changes
+    def _reduces(self, stages: Iterable[int]) -> list[OfShare]:
+        """REDUCE of the gradients of each stage that has any."""
+        reduces: list[OfShare] = []
+        for stage in stages:
+            layout = self.layouts[stage]
+            leaves = tuple(
+                leaf for leaf in layout.leaves if grad(stage, leaf) in self.builder.accumulated
+            )
+            if leaves:
+                reduces.append(
+                    Reduce(
+                        Share(stage, layout, leaves, self.copies, True, self.builder.job.accumulate)
+                    )
+                )
+        return reduces
 
 
 def _of_phase(
@@ -282,35 +297,6 @@ def _of_phase(
 def _next_use(stage: int, upcoming: Sequence[Sequence[int]]) -> int:
     """How far the next position is that reads a stage; the number of positions: none does."""
     return next((n for n, stages in enumerate(upcoming) if stage in stages), len(upcoming))
-
-
-def _stages_read(of: OfCopies, job: Job, entry: AnyAction) -> list[int]:
-    """The stages of which an entry of the row reads sharded parameters."""
-    stages: dict[int, None] = {}
-    for stage, op, mb in entry.parts if of.copies.cut else ():
-        own = job.kind(mb).programs[stage]
-        program = getattr(own, op.lower())
-        inputs = [own.roles[name] for name in program.inputs if name in own.roles]
-        params = {leaf for role, leaf in inputs if role == "param"}
-        if params.intersection(of.layouts[stage].shapes):
-            stages[stage] = None
-    return list(stages)
-
-
-def _reduces(
-    of: OfCopies,
-    job: Job,
-    stages: Iterable[int],
-    added: Set[Key],
-) -> list[OfShare]:
-    """REDUCE of the gradients of each stage that has any."""
-    reduces: list[OfShare] = []
-    for stage in stages:
-        layout = of.layouts[stage]
-        leaves = tuple(leaf for leaf in layout.leaves if grad(stage, leaf) in added)
-        if leaves:
-            reduces.append(Reduce(Share(stage, layout, leaves, of.copies, True, job.accumulate)))
-    return reduces
 
 
 def _instruction(op: OfShare) -> Instruction:

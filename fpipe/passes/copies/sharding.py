@@ -135,10 +135,6 @@ class Layout:
         _lay(part_of(memory, self.part, self.parts), places, pieces)
         return memory
 
-    def split(self, bucket: Bucket, mine: Tensor) -> list[Tensor]:
-        """This process's part of a bucket as pieces of its leaves: views."""
-        return [mine[at : at + last - first] for _, first, last, at in self.pieces(bucket)]
-
     # ---- whole ----
     def pack(self, bucket: Bucket, leaves: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """Whole leaves of a bucket in one memory; what is missing is zero."""
@@ -229,7 +225,7 @@ class Share:
             return layout.whole(bucket, memory)
         if self.copies.zero == 1:  # all was reduced; this process keeps its part
             memory = part_of(memory, layout.part, layout.parts).clone()
-        pieces = layout.split(bucket, memory)
+        pieces = [memory[at : at + last - first] for _, first, last, at in layout.pieces(bucket)]
         for piece in pieces:
             vars(piece)["zero"] = self.copies.zero  # for mean_over, which must not average them
         return pieces

@@ -31,7 +31,6 @@ from ...tree import Tree
 from .chosen import Chosen
 
 Factors: TypeAlias = Callable[[Tensor], Tensor]
-Function: TypeAlias = Callable[..., Tree]
 
 
 class PerExample:
@@ -186,9 +185,8 @@ def _with_numbers(
     return Microbatches((part, row, None) for part, row in rows), sizes
 
 
-def _wrapped(stage: Stage, wrap: Callable[[Function], Function]) -> Stage:
-    """The stage with another function, made from its own, whose signature has its side inputs."""
-    call: Any = wrap(stage.fn)
+def _wrapped(stage: Stage, call: Any) -> Stage:
+    """The stage with another function around its own, whose signature has its side inputs."""
     names = keyword_only(stage.fn)
     parameters = [Parameter("args", Parameter.VAR_POSITIONAL)]
     parameters += [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
@@ -218,29 +216,26 @@ class _Probe(torch.autograd.Function):
 def _by_row(config: Config, number: int, probing: bool) -> Stage:
     stage = config.functions[number]
 
-    def by_row(fn: Function) -> Function:
-        def call(p: Tree, triple: Tree, /, **side: Tree) -> Tree:
-            x, numbers, more = triple
-            trained = zip(tree.leaves(p), config.trained(number, p), strict=True)
-            probed = [probing and flag and tree.is_floating(leaf) for leaf, flag in trained]
-            chosen = Chosen(p, probed)
-            copies: Sequence[Tensor] = ()
-            if chosen.leaves:
-                leaves = (leaf.detach() for leaf in chosen.leaves)
-                numbers, *copies = _Probe.apply(numbers, *leaves)  # type: ignore[misc]
+    def by_row(p: Tree, triple: Tree, /, **side: Tree) -> Tree:
+        x, numbers, more = triple
+        trained = zip(tree.leaves(p), config.trained(number, p), strict=True)
+        probed = [probing and flag and tree.is_floating(leaf) for leaf, flag in trained]
+        chosen = Chosen(p, probed)
+        copies: Sequence[Tensor] = ()
+        if chosen.leaves:
+            leaves = (leaf.detach() for leaf in chosen.leaves)
+            numbers, *copies = _Probe.apply(numbers, *leaves)  # type: ignore[misc]
 
-            def one(leaves: Sequence[Tensor], row: Tree) -> Tree:
-                x, side = row
-                return fn(chosen.around(leaves), x, **side)
+        def one(leaves: Sequence[Tensor], row: Tree) -> Tree:
+            x, side = row
+            return stage.fn(chosen.around(leaves), x, **side)
 
-            y = _over_rows(one, copies, (x, side))
-            if stage.aux_loss:
-                y, aux = y
-                more = aux if more is None else more + aux
-            y = tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y)
-            return y, numbers, more
-
-        return call
+        y = _over_rows(one, copies, (x, side))
+        if stage.aux_loss:
+            y, aux = y
+            more = aux if more is None else more + aux
+        y = tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y)
+        return y, numbers, more
 
     return _wrapped(stage, by_row)
 
@@ -250,24 +245,19 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
     they are.
     """
 
-    def by_row(fn: Function) -> Function:
-        def one(_: Sequence[Tensor], row: Tree) -> Tensor:
-            y, targets, side = row
-            result = fn(y, *targets, **side)
-            if isinstance(result, tuple):
-                return result[0]
-            return result
+    def one(_: Sequence[Tensor], row: Tree) -> Tensor:
+        y, targets, side = row
+        result = loss.fn(y, *targets, **side)
+        return result[0] if isinstance(result, tuple) else result
 
-        def call(triple: Tree, /, *targets: Tree, **side: Tree) -> Tensor:
-            y, numbers, more = triple
-            losses = _over_rows(one, (), (y, targets, side))
-            losses = losses if more is None else losses + more
-            numbers = numbers.to(losses.dtype)
-            if probing:
-                return losses.sum() + 0 * numbers.sum()
-            return (losses * numbers).sum()
-
-        return call
+    def by_row(triple: Tree, /, *targets: Tree, **side: Tree) -> Tensor:
+        y, numbers, more = triple
+        losses = _over_rows(one, (), (y, targets, side))
+        losses = losses if more is None else losses + more
+        numbers = numbers.to(losses.dtype)
+        if probing:
+            return losses.sum() + 0 * numbers.sum()
+        return (losses * numbers).sum()
 
     return _wrapped(loss, by_row)
 

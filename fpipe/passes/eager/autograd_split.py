@@ -106,8 +106,7 @@ def survey(ends: Iterable[GradientEdge], xs: Edges, ps: Edges, whole: bool = Fal
             if m is not None:
                 bit |= reach[m]
         reach.setdefault(node, bit)
-    edges: list[tuple[Node | None, Node, int]]
-    edges = [(None, end.node, end.output_nr) for end in ends]
+    edges: list[tuple[Node | None, Node, int]] = [(None, end.node, end.output_nr) for end in ends]
     for node, below in nexts.items():
         edges += [(node, m, port) for m, port in below if m is not None]
     ports = defaultdict[Node, dict[int, None]](dict)  # the used outputs of nodes on the path

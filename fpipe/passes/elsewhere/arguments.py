@@ -59,12 +59,11 @@ def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = No
         return Absent()
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise BatchError(f"elsewhere(dtype={dtype!r}); give a dtype such as torch.float32")
-    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if not isinstance(shape, Sequence) or not all(
-        isinstance(size, int) and size >= 0 for size in sizes
+        isinstance(size, int) and size >= 0 for size in shape
     ):
         raise BatchError(f"elsewhere(shape={shape!r}); give a sequence of sizes, as in (8, 128)")
-    return Absent(sizes, torch.get_default_dtype() if dtype is None else dtype)
+    return Absent(tuple(shape), torch.get_default_dtype() if dtype is None else dtype)
 
 
 def stand_ins(leaves: Sequence[object], name: str) -> tuple[list[object], bool]:

@@ -215,13 +215,13 @@ def _links(
     for either side, ``boundary`` in bytes; 0 where no message passes.
     """
     by_boundary = defaultdict[int, list[Message]](list)
-    handling = count = 0.0
+    handling = 0.0
     for runs in steps:
         for message in messages(runs):
             by_boundary[message.boundary].append(message)
-            count += 1
         for run in runs:
             handling += sum(e.end - e.start for e in run.events if e.kind in _HANDLES)
+    count = sum(map(len, by_boundary.values()))
     rows = [(0.0,) * 4] * (stages - 1)
     for boundary, passed in by_boundary.items():
         rows[boundary] = _link(passed, handling / count, slices)

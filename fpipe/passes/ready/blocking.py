@@ -14,6 +14,7 @@ a circle never blocks. A circle may be one that no run completes: the rule is sa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
@@ -54,22 +55,18 @@ class _Graph:
         self.rows = schedule.rows
         self.window = window
         self.stages = schedule.placement.stages
-        self.home: dict[Fact, Place] = {}
-        self.readers: dict[Place, set[Place]] = {}
-        places = []
-        for rank, row in enumerate(schedule.rows):
-            for position, action in enumerate(row):
-                place = (rank, position)
-                places.append(place)
-                for part in action.parts:
-                    for fact in provides(part):
-                        self.home[fact] = place
-        for place in places:
-            rank, _ = place
+        self.home: dict[Fact, Place] = {
+            fact: (rank, position)
+            for rank, row in enumerate(schedule.rows)
+            for position, action in enumerate(row)
+            for part in action.parts
+            for fact in provides(part)
+        }
+        self.readers = defaultdict[Place, set[Place]](set)
+        for place in set(self.home.values()):
             for source in self.sources(place):
-                sender, _ = source
-                if sender != rank:
-                    self.readers.setdefault(source, set()).add(place)
+                if source[0] != place[0]:
+                    self.readers[source].add(place)
 
     def sources(self, place: Place) -> Iterator[Place]:
         """The actions of which an action needs a fact."""
@@ -128,12 +125,9 @@ def _possible(
             first = max(position - graph.window + 1, 0)
             end = min(position + graph.window, len(row))
             for other in range(first, end):
-                if other == position:
-                    continue
                 sends = ("send", rank, other)
-                start = number["start", rank, other]
-                may_run_before = not reach[start] & me
-                if may_run_before and definite[sends]:
+                may_run_before = not reach[number["start", rank, other]] & me
+                if other != position and may_run_before and definite[sends]:
                     possible["run", rank, position].add(sends)
     return possible
 

@@ -9,6 +9,7 @@ order, so gradients are added in the order of the row.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -155,26 +156,17 @@ def _connect_values(plan: Plan, nodes: Sequence[Node], waits: Sequence[set[int]]
     """
     node_of = {number: place for place, node in enumerate(nodes) for number in node.steps}
     written: dict[Key, int] = {}
-    read: dict[Key, set[int]] = {}
+    read = defaultdict[Key, set[int]](set)
     for number, ins in enumerate(plan.keyed):
-        if number not in node_of:
-            continue
         place = node_of[number]
-        places, _ = plan.uses[number]
-        changed = list(ins.writes)
-        for key in ins.reads:
-            source, _ = key
-            if isinstance(source, Grad):
-                changed.append(key)
+        ends, _ = plan.uses[number]
+        changed = [*ins.writes, *(key for key in ins.reads if isinstance(key[0], Grad))]
         waited = waits[place]
-        for key in (*ins.reads, *ins.writes):
-            waited.add(written.get(key, place))
-        for key in changed:
-            waited.update(read.get(key, ()))
-        for end in places:
-            waited.update(read.get(ins.reads[end], ()))
+        waited.update(written.get(key, place) for key in (*ins.reads, *ins.writes))
+        for key in (*changed, *(ins.reads[end] for end in ends)):
+            waited |= read[key]
         for key in ins.reads:
-            read.setdefault(key, set()).add(place)
+            read[key].add(place)
         for key in changed:
             written[key] = place
             read[key] = set()

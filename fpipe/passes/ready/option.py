@@ -22,7 +22,7 @@ class Order:
         if self.window != 0 and request.mode == "grad":
             from .plans import Ready
 
-            yield Ready(self.window)
+            yield Ready(self.window or 0)
 
 
 def option(value: object) -> Order:

@@ -32,7 +32,7 @@ from .window import default_window
 class Ready(Feature):
     """Makes a plan one in the ready order, where no send waits for its receiver."""
 
-    window: int | None = None
+    window: int = 0  # 0: the default
 
     def start(self, builder: Builder) -> Feature:
         job = builder.job
@@ -44,13 +44,7 @@ class Ready(Feature):
             # A message shows what its sender had run only outside of its window.
             parts = (len(action.parts) for row in schedule for action in row)
             builder.messages.lag = window * max(parts, default=1)
-        return _OnRank(builder, window)
-
-
-class _OnRank(Feature):
-    def __init__(self, builder: Builder, window: int):
-        self.builder = builder
-        self.window = window
+        return replace(self, window=window)
 
     def complete(self, plan: Plan) -> Plan:
         lanes, alone = _lanes(plan, 1 if plan.wired else STREAMS)
@@ -158,22 +152,18 @@ def _lanes(plan: Plan, streams: int) -> tuple[dict[int, int], frozenset[int]]:
     """The stream of each message, by its instruction: one for each stage and fact, as far as there
     are streams; and the messages that share theirs with no other stage or fact.
     """
-    names = defaultdict[tuple[type, int], set[tuple[int, bool]]](set)
-    messages = []
+    lanes = {}
+    channels = defaultdict[tuple[type, int], dict[tuple[int, bool], list[int]]](dict)
     for number, ins in enumerate(plan.keyed):
         if isinstance(ins.op, Send | Wait):
-            channel = type(ins.op), ins.op.peer
-            name = None
+            lanes[number] = 0
             if ins.action is not None:
                 name = ins.action.stage, ins.action.op == "F"
-                names[channel].add(name)
-            messages.append((number, channel, name))
-    lanes = {}
+                channels[type(ins.op), ins.op.peer].setdefault(name, []).append(number)
     alone = set[int]()
-    for number, channel, name in messages:
-        lanes[number] = 0
-        if name is not None:
-            lanes[number] = sorted(names[channel]).index(name) % streams
-            if len(names[channel]) <= streams:
-                alone.add(number)
+    for messages in channels.values():
+        for place, name in enumerate(sorted(messages)):
+            lanes |= dict.fromkeys(messages[name], place % streams)
+        if len(messages) <= streams:
+            alone.update(*messages.values())
     return lanes, frozenset(alone)

@@ -94,13 +94,6 @@ class _Rank:
         self.starts, self.ends, self.causes = array("d"), array("d"), array("q")
         self.carried: list[Carried] = []
 
-    def ran(self, position: int) -> None:
-        """Record that an action ran."""
-        self.order.append(position)
-        self.done.add(position)
-        while self.first in self.done:
-            self.first += 1
-
     def able(self) -> Iterator[int]:
         """The actions of the window that wait for no other action of the row."""
         for position in range(self.first, min(self.first + self.window, len(self.row))):
@@ -166,12 +159,8 @@ class _Run:
         action = rank.row[position]
         parts = rank.parts[position]
         factor, delay = rank.factors[position]
-        length = 0.0
-        send = 0.0
-        for part in parts:
-            start += part.receive
-            length += part.length
-            send += part.send
+        start += sum(part.receive for part in parts)
+        length = sum(part.length for part in parts)
         if self.overlap is not None:
             length, beside = self.overlap(action, length, start)
             rank.carried += beside
@@ -179,12 +168,15 @@ class _Run:
         rank.starts.append(start)
         rank.ends.append(end)
         rank.causes.append(waited)
-        rank.clock = end + send
+        rank.clock = end + sum(part.send for part in parts)
         for part in parts:
             for fact in part.provides:
                 self.computed[fact] = end
                 self.delay[fact] = delay
-        rank.ran(position)
+        rank.order.append(position)
+        rank.done.add(position)
+        while rank.first in rank.done:
+            rank.first += 1
 
 
 def _parts(

@@ -10,6 +10,7 @@ traced with symbols. Knows signatures, no schedules or ranks.
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -198,12 +199,8 @@ def _traced(
     sizes = SymbolicSizes(symbols)
     with timed("tracing"), products_in_python(), seen_as_numbers():
         programs = traced(stage, given, unused, sizes, shown=str(signature))
-    family = Family(
-        Signature(*(t.with_avals(sizes.aval) for t in given)),
-        tuple(axes),
-        sizes.formulas(),
-        programs,
-    )
+    numbered = Signature(*(t.with_avals(sizes.aval) for t in given))
+    family = Family(numbered, tuple(axes), sizes.formulas(), programs)
     place = symbols.fixed(varied)
     if place is not None:
         raise RuntimeError(f"a size is used as a Python number{where_in(place)}")
@@ -246,14 +243,14 @@ def _has_gaps(aval: Aval) -> bool:
 
 def _varied(signature: Signature, seen: Sequence[Signature]) -> list[Axes]:
     """The axes whose size is not what it was; those that were always of one size together."""
-    groups: dict[tuple[int, ...], list[Axis]] = {}
+    groups = defaultdict[tuple[int, ...], list[Axis]](list)
     for place in _places(signature, strides=True) if seen else ():
         before = seen
         if place.stride:
             before = [each for each in seen if _has_gaps(each[place.argument].avals[place.leaf])]
         sizes = tuple(_size(each, place) for each in (*before, signature))
         if len(set(sizes)) > 1:
-            groups.setdefault((place.stride, *sizes), []).append(place)
+            groups[place.stride, *sizes].append(place)
     return list(map(tuple, groups.values()))
 
 
@@ -267,10 +264,10 @@ def _others(stage: Stage, signature: Signature, varied: Sequence[Axes]) -> list[
         of_input = {sizes[place] for place in places if place.argument == 1 and place.axis < 2}
         chosen = [place for place in places if sizes[place] in of_input]
     rest = set(chosen).difference(*varied)
-    groups: dict[tuple[int, int], list[Axis]] = {}
+    groups = defaultdict[tuple[int, int], list[Axis]](list)
     for place in chosen:
         if place in rest and sizes[place][1] > 1:
-            groups.setdefault(sizes[place], []).append(place)
+            groups[sizes[place]].append(place)
     return list(map(tuple, groups.values()))
 
 

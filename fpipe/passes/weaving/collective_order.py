@@ -48,8 +48,10 @@ def in_one_order(jobs: Mapping[int, Job]) -> dict[int, Plan]:
     """
     plans = {rank: lower(job, rank) for rank, job in jobs.items()}
     reason = _difference(plans)
-    if reason:
-        plans = {rank: lower(_in_turn(job, reason), rank) for rank, job in jobs.items()}
+    if reason:  # the same without weaves
+        for rank, job in jobs.items():
+            features = (Weaving(reason) if isinstance(f, Weaving) else f for f in job.features)
+            plans[rank] = lower(replace(job, features=tuple(features)), rank)
     reason = _difference(plans)  # others may have changed their order
     if reason:
         raise MismatchError(
@@ -57,12 +59,6 @@ def in_one_order(jobs: Mapping[int, Job]) -> dict[int, Plan]:
             "overlap='sequential' if that helps, or give each order a group of its own"
         )
     return plans
-
-
-def _in_turn(job: Job, reason: str) -> Job:
-    """The same without weaves."""
-    features = [Weaving(reason) if isinstance(one, Weaving) else one for one in job.features]
-    return replace(job, features=tuple(features))
 
 
 def _difference(plans: Mapping[int, Plan]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...actions.action import AnyAction
 from ...lowering.builder import Builder, Piece
@@ -32,24 +33,24 @@ class Weaving(Feature):
     refused: str = ""
     interleaves = True
 
-    def start(self, builder: Builder) -> Feature:
-        return _OnRank(self.refused, builder)
+    @cached_property
+    def weaves(self) -> dict[str, Weave]:
+        """Those of the rank so far, by action."""
+        return {}
 
-
-class _OnRank(Feature):
-    def __init__(self, refused: str, builder: Builder):
-        self.refused = refused
-        self.builder = builder
-        self.weaves: dict[str, Weave] = {}  # by action
-        self.planned: dict[Hashable, Weave] = {}  # by what is woven, or why nothing is
+    @cached_property
+    def planned(self) -> dict[Hashable, Weave]:
+        """The same by what is woven, or why nothing is."""
+        return {}
 
     def act(self, action: AnyAction, position: int) -> bool:
-        job = self.builder.job
+        builder: Builder = self.builder
+        job = builder.job
         fused = len(action.parts) > 1
         runs = [
             (line, part, *run)
             for line, part in enumerate(action.parts)
-            for run in self.builder.programs(part)
+            for run in builder.programs(part)
         ]
         exchanges = any(not own.compiler and collectives_of(run) for _, _, own, _, run in runs)
         if not fused and (job.phased or not exchanges):
@@ -69,7 +70,7 @@ class _OnRank(Feature):
         if not fused and made.total >= made.one_after_another:
             return False  # no transfer overlaps with compute
         self.weaves[str(action)] = made
-        self.builder.emit(action.parts, [cut[number][0] for number in made.order])
+        builder.emit(action.parts, [cut[number][0] for number in made.order])
         return True
 
     def complete(self, plan: Plan) -> Plan:
