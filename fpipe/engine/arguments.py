@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import torch
-
 from .. import tree
 from ..actions.product import load_pass
 from ..errors import BatchError
@@ -26,10 +24,10 @@ from .config import Config
 from .execute import DEBUGGING
 from .parts import Parts, Weights, count
 from .request import MicrobatchKind, Mode, Request
+from .signatures import LossScale
 
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]
-LossScale: TypeAlias = float | torch.Tensor | None
 #: A tree for each stage: its leaves and its structure.
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
 
