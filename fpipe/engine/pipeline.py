@@ -25,11 +25,10 @@ from ..stage import OF_MODULES, Elsewhere, Engine, Stage, as_stage, patterns, wi
 from ..tree import Tree
 from . import calls, option_checks
 from .arguments import Call, Each
-from .choice import Choice
 from .config import Config, Loss, Outputs
 from .copies import Copies, copies
 from .microbatches import Reduction
-from .options import Options, Overlap, options_of
+from .options import Choice, Options, Overlap, options_of
 from .pipeline_base import PipelineBase, R, Y
 from .plan_cache import Cache
 from .request import Mode
@@ -94,7 +93,13 @@ class Pipeline(PipelineBase[Y, R]):
             raise
         choice = self.config.choice
         if choice is not None and mode == "grad" and call.units not in choice.chosen:
-            self._choose(choice, call, params, x, targets, side)
+            # by the plans of other schedules with the same placement
+            def plans_of(schedule):
+                return self.under(schedule).plan(params, x, *targets, **side)
+
+            rates = load_pass("weaving.estimates").rates_of(self.config.device.type)
+            run = self.schedule(call.units)
+            choice.estimated(call.units, plans_of, run, rates.latency / 1000)
         return call
 
     def stepper(

@@ -22,7 +22,6 @@ from ..schedule import Placement, Schedule
 from ..tree import Tree
 from . import calls
 from .arguments import Call, Each
-from .choice import Chosen
 from .config import Config
 from .copies import Copies
 from .plan_cache import Cache
@@ -319,25 +318,6 @@ class PipelineBase(Generic[Y, R]):
         """
         load_pass("capture.steps").check(self.group, self.copies is not None)
         return type(self)(replace(self.config, capture=True))
-
-    def _choose(
-        self,
-        auto: Chosen,
-        call: Call,
-        params: Sequence[Tree],
-        x: Tree,
-        targets: Sequence[Tree],
-        side: dict[str, Tree],
-    ) -> None:
-        """Choose the schedule for a number of microbatches, by plans of others with the same
-        placement.
-        """
-
-        def plans_of(schedule):
-            return self.under(schedule).plan(params, x, *targets, **side)
-
-        latency = load_pass("weaving.estimates").rates_of(self.config.device.type).latency / 1000
-        auto.estimated(call.units, plans_of, self.schedule(call.units), latency)
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one refuses the arguments of the next call.
