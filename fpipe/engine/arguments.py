@@ -52,11 +52,11 @@ class Call:
     x: Parts
     targets: tuple[Parts, ...]
     sides: Mapping[str, Parts]
-    seed: int | None = None
-    argnums: tuple[int, ...] = (0,)
-    has_aux: bool = False
-    each: Each | None = None
-    loss_scale: LossScale = None
+    seed: int | None
+    argnums: tuple[int, ...]
+    has_aux: bool
+    each: Each | None
+    loss_scale: LossScale
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ class ProgramSet:
 
     graph: ValueGraph
     programs: Mapping[int, Programs]
-    loss: Programs | None = None
+    loss: Programs | None
 
 
 class Scalar(NamedTuple):
