@@ -177,8 +177,8 @@ class Weights:
     """
 
     common: float | None
-    by_microbatch: Sequence[Tensor] = ()
-    loss_scale: float | Tensor | None = None
+    by_microbatch: Sequence[Tensor]
+    loss_scale: float | Tensor | None
 
     def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The cotangent of a microbatch's loss."""

@@ -109,20 +109,7 @@ class Pipeline(PipelineBase[Y, R]):
 
         With ``single`` it returns the only gradient itself, not a tuple of one.
         """
-
-        def prepare(params, x, targets, side, scale, seed):
-            return self.call(
-                "grad",
-                params,
-                x,
-                targets,
-                side,
-                seed=seed,
-                argnums=argnums,
-                has_aux=has_aux,
-                each=each,
-                loss_scale=scale,
-            )
+        prepare = partial(self.call, "grad", argnums=argnums, has_aux=has_aux, each=each)
 
         def step(
             params: Sequence[Tree],
@@ -134,8 +121,8 @@ class Pipeline(PipelineBase[Y, R]):
             _value: bool = True,  # False: fpipe.grad, which returns no value
             **side: Tree,
         ) -> Any:
-            arguments = (params, x, targets, side, loss_scale)
-            call = prepare(*arguments, seed)
+            arguments = (params, x, targets, side)
+            call = prepare(*arguments, seed=seed, loss_scale=loss_scale)
             if calls.surrounded():
                 value, grads = load_pass("derived.nested").value_and_grad(call, x)
             elif self.config.capture and not calls.observed():
