@@ -130,11 +130,6 @@ class Parts:
             structures *= parts
         self.structures = [structure for structure in structures for _ in range(slices)]
 
-    @property
-    def unknown(self) -> bool:
-        """Whether the argument is elsewhere and its shapes are not known here."""
-        return self.absent and any(isinstance(leaf, Absent) for leaf in self.leaves)
-
     @cached_property
     def rows(self) -> Sequence[Sequence[Any]]:
         """The leaves of every microbatch: views of the caller's tensors."""
