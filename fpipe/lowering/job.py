@@ -69,11 +69,6 @@ class Job:
         """The programs of a microbatch."""
         return self.program_sets[self.kind_of[mb]]
 
-    @property
-    def interleaved(self) -> bool:
-        """Whether the parts of an action may run in turn, piece by piece."""
-        return not self.strict and any(feature.interleaves for feature in self.features)
-
     def slice_programs(self) -> dict[int, list[Programs]]:
         """For each stage of the rank, its programs for the slices of the first microbatch."""
         kinds = [self.kind(mb) for mb in range(self.schedule.slices)]
