@@ -79,10 +79,10 @@ class ResultLayout:
         jobs = self.prepared.jobs
         executables = self.prepared.executables
         by_rank = []
-        for rank in self._any_job.scalar_ranks():
-            scalars = jobs.get(rank, self._any_job).scalars(rank)
+        for rank, scalars in sorted(self._any_job.scalars().items()):
             slots = None
             if rank in executables:
+                scalars = jobs[rank].scalars()[rank]
                 results = executables[rank].plan.results
                 slots = [results[scalar.key] for scalar in scalars]
             places = [(scalar.stage, scalar.mb) for scalar in scalars]
