@@ -451,11 +451,14 @@ class PipelineBase(Generic[Y, R]):
         [tensor([1., 1.]), tensor([0., 0.])]
         """
         self.config.check_params(params)
-        if self.parts is None:
-            return self.place(params)
-        shares = self.cache.shares
-        cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
-        parts: list[Any] = [cut.get(stage) for stage in range(self.stages)]
+        parts: Sequence[Any] = params
+        if self.parts is not None:
+            frozen = self.config.frozen
+            cut = self.cache.shares.cut
+            parts = [
+                cut(stage, part, frozen) if stage in self.here else None
+                for stage, part in enumerate(params)
+            ]
         return self.place(parts)
 
     def unshard(self, parts: Sequence[P]) -> list[P]:
