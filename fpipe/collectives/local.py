@@ -122,6 +122,12 @@ class LocalGroup(Group):
         return self._devices[rank]
 
     # ---- messages ----
+    def confirm(self) -> None:
+        """Return: one process makes the call for all ranks."""
+
+    def flush(self) -> None:
+        """Do nothing: sends are complete when they return."""
+
     def sender(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Sender:
         """A function that puts a message into its channel, on the device of the receiver. The
         receiver checks it.
