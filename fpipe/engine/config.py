@@ -185,8 +185,8 @@ class Config:
 
     def check_params(self, params: Sequence[Tree]) -> None:
         """Raise StageError unless params has one entry for each stage."""
-        if not isinstance(params, (list, tuple)) or len(params) != self.stages:
-            is_list = isinstance(params, (list, tuple))
+        is_list = isinstance(params, (list, tuple))
+        if not is_list or len(params) != self.stages:
             got = f"{len(params)} entries" if is_list else f"a {type(params).__name__}"
             raise StageError(
                 f"params must be a list with one pytree for each of the {self.stages} stages, in "
