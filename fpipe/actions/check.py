@@ -34,8 +34,7 @@ from ..errors import ScheduleError
 from . import broken_rules
 from .action import LARGE, Action, Fused, Row, Rows, size
 from .dependencies import walk
-from .op_sets import AFTER, BIT, FORWARD, TRAINED
-from .rule import Walk
+from .rule import AFTER, BIT, FORWARD, TRAINED, Walk
 from .unit import Slice
 
 if TYPE_CHECKING:

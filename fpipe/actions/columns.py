@@ -23,8 +23,7 @@ import numpy as np
 from .action import Action, LazyRows, Placement, Row, Rows
 from .action_kinds import KINDS, OPS, REQUIRED
 from .dependencies import Facts
-from .op_sets import TRAINED
-from .rule import Walk
+from .rule import TRAINED, Walk
 
 _CODES = {op: code for code, op in enumerate(OPS)}
 _NO_ACTION = [[len(OPS)], [-1], [-1]]

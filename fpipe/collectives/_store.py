@@ -19,9 +19,8 @@ from torch.distributed.distributed_c10d import (
 Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
 
 
-def default_store() -> Store:
-    """The store of the default process group."""
-    return _get_default_store()
+#: The store of the default process group.
+default_store = _get_default_store
 
 
 def prefixed(prefix: str, store: Store) -> Store:

@@ -104,7 +104,7 @@ class Agreement:
     ``nth`` of its ranks.
     """
 
-    def __init__(self, store: BoundedStore, monitor: FaultMonitor, nth: int = 0):
+    def __init__(self, store: BoundedStore, monitor: FaultMonitor, nth: int):
         #: Announces the number and digest of a call, and returns the comparison of the ranks.
         self.exchange: Callable[[int, int], Reduced | Board] | None = None
         #: The comparison of the ranks; None once every rank is known to run the call.

@@ -31,31 +31,32 @@ Names: TypeAlias = tuple[str, ...]
 class Launcher(NamedTuple):
     """The variables of a launcher: for each fact, names of which the first that is set counts.
 
-    ``local_size`` equals ``size`` where all processes are on one machine. ``nodes`` is a list of
-    hosts, and ``job`` names what all processes of a job share. ``command`` starts so many.
+    ``facts`` are what only a launcher knows, by variable of torchrun. ``local_size`` equals
+    WORLD_SIZE where all processes are on one machine. ``nodes`` is a list of hosts, and ``job``
+    names what all processes of a job share. ``command`` starts so many.
     """
 
     name: str
     command: str
-    rank: Names
-    size: Names
-    local_rank: Names
+    facts: dict[str, Names]
     local_size: Names
     nodes: Names
     job: Names
 
     @property
-    def facts(self) -> dict[str, Names]:
-        """The names of what only a launcher knows, by variable of torchrun."""
-        return {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank}
+    def size(self) -> str | None:
+        """How many processes the launcher says that there are."""
+        return _first(self.facts["WORLD_SIZE"])
 
 
 OPEN_MPI = Launcher(
     "Open MPI",
     _MPIEXEC,
-    rank=("OMPI_COMM_WORLD_RANK",),
-    size=("OMPI_COMM_WORLD_SIZE",),
-    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    {
+        "RANK": ("OMPI_COMM_WORLD_RANK",),
+        "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE",),
+        "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    },
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     nodes=("MASTER_ADDR", "SLURM_JOB_NODELIST"),
     job=("PMIX_NAMESPACE",),
@@ -64,9 +65,11 @@ OPEN_MPI = Launcher(
 PMI = Launcher(
     "MPI",
     _MPIEXEC,
-    rank=("PMI_RANK", "PALS_RANKID"),
-    size=("PMI_SIZE",),
-    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+    {
+        "RANK": ("PMI_RANK", "PALS_RANKID"),
+        "WORLD_SIZE": ("PMI_SIZE",),
+        "LOCAL_RANK": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+    },
     local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
     nodes=("MASTER_ADDR", "SLURM_JOB_NODELIST"),
     job=("PALS_APID", "I_MPI_HYDRA_UUID"),
@@ -75,9 +78,11 @@ PMI = Launcher(
 SLURM = Launcher(
     "SLURM",
     "`srun --ntasks={} python train.py`",
-    rank=("SLURM_PROCID",),
-    size=("SLURM_STEP_NUM_TASKS",),
-    local_rank=("SLURM_LOCALID",),
+    {
+        "RANK": ("SLURM_PROCID",),
+        "WORLD_SIZE": ("SLURM_STEP_NUM_TASKS",),
+        "LOCAL_RANK": ("SLURM_LOCALID",),
+    },
     local_size=("SLURM_STEP_TASKS_PER_NODE",),  # "2(x2)" on two machines
     nodes=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -95,7 +100,7 @@ def variables() -> dict[str, str]:
     launcher = _launcher()
     if launcher is None or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return {}
-    if _first(launcher.size) == "1" or (launcher is SLURM and _outside_of_steps()):
+    if launcher.size == "1" or (launcher is SLURM and _outside_of_steps()):
         return {}
     found = {name: _agreed(name, names) or "" for name, names in launcher.facts.items()}
     found["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or _address(launcher) or ""
@@ -158,7 +163,7 @@ def _launcher() -> Launcher | None:
     present = [
         launcher for launcher in (OPEN_MPI, PMI, SLURM) if any(map(_name, launcher.facts.values()))
     ]
-    if present == [PMI, SLURM] and _first(PMI.size) in (None, _first(SLURM.size)):
+    if present == [PMI, SLURM] and PMI.size in (None, SLURM.size):
         return SLURM
     return present[0] if present else None
 
@@ -166,7 +171,7 @@ def _launcher() -> Launcher | None:
 def _outside_of_steps() -> bool:
     """Whether this is the one process of a job or a batch script, which ``srun`` did not start."""
     step = os.environ.get("SLURM_STEP_ID", "batch")
-    if step != "batch" or _first((*SLURM.size, "SLURM_STEP_NODELIST")):
+    if step != "batch" or SLURM.size or os.environ.get("SLURM_STEP_NODELIST"):
         return False
     alone = os.environ.get("SLURM_NTASKS") == "1"
     return os.environ.get("SLURM_PROCID") == "0" and (alone or "SLURM_JOB_ID" in os.environ)
@@ -183,7 +188,7 @@ def _agreed(name: str, names: Names) -> str | None:
 
 def _address(launcher: Launcher) -> str | None:
     """The host of rank 0, where the launcher says so."""
-    size = _first(launcher.size)
+    size = launcher.size
     if size and size == _first(launcher.local_size):
         return "127.0.0.1"
     nodes = _first(launcher.nodes)

@@ -3,7 +3,3 @@
 
 Nothing here knows the names of schedules or the kinds of backends.
 """
-
-from .copies import Copies
-
-__all__ = ["Copies"]

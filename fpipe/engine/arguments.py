@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import torch
-
 from .. import tree
 from ..actions.product import load_pass
 from ..errors import BatchError
@@ -26,10 +24,10 @@ from .config import Config
 from .execute import DEBUGGING
 from .parts import Parts, Weights, count
 from .request import MicrobatchKind, Mode, Request
+from .signatures import LossScale
 
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]
-LossScale: TypeAlias = float | torch.Tensor | None
 #: A tree for each stage: its leaves and its structure.
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
 
@@ -54,11 +52,11 @@ class Call:
     x: Parts
     targets: tuple[Parts, ...]
     sides: Mapping[str, Parts]
-    seed: int | None = None
-    argnums: tuple[int, ...] = (0,)
-    has_aux: bool = False
-    each: Each | None = None
-    loss_scale: LossScale = None
+    seed: int | None
+    argnums: tuple[int, ...]
+    has_aux: bool
+    each: Each | None
+    loss_scale: LossScale
 
     @classmethod
     def of(

@@ -27,10 +27,9 @@ from ..schedule import Placement, Schedule
 from ..stage import MISSING, Stage
 from ..tree import Tree
 from . import mistakes
-from .choice import Chosen
 from .copies import Copies
 from .microbatches import Reduction
-from .options import Option, Overlap
+from .options import Chosen, Option, Overlap
 
 #: What ranks without the last stage return where there is no loss.
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
@@ -186,8 +185,8 @@ class Config:
 
     def check_params(self, params: Sequence[Tree]) -> None:
         """Raise StageError unless params has one entry for each stage."""
-        if not isinstance(params, (list, tuple)) or len(params) != self.stages:
-            is_list = isinstance(params, (list, tuple))
+        is_list = isinstance(params, (list, tuple))
+        if not is_list or len(params) != self.stages:
             got = f"{len(params)} entries" if is_list else f"a {type(params).__name__}"
             raise StageError(
                 f"params must be a list with one pytree for each of the {self.stages} stages, in "
@@ -236,17 +235,16 @@ def claimed(*groups: Group) -> Iterator[None]:
         for group in groups:
             # ``setdefault`` is one step that no other thread interrupts.
             user = group.__dict__.setdefault(_CALLER, caller)
-            if user is not caller and user == caller:
-                raise GroupError(
-                    f"{group!r} is in use by another call of this thread, from whose stage, loss "
-                    "or each= this one comes; run the inner pipeline on a group of its own, or "
-                    "after the outer call"
-                )
             if user is not caller:
-                raise GroupError(
-                    f"{group!r} is in use by another thread; give each thread a group of its own, "
-                    "or let the threads take turns"
-                )
+                who = "another thread; give each thread a group of its own, or let the threads "
+                who += "take turns"
+                if user == caller:
+                    who = (
+                        "another call of this thread, from whose stage, loss or each= this one "
+                        "comes; run the inner pipeline on a group of its own, or after the outer "
+                        "call"
+                    )
+                raise GroupError(f"{group!r} is in use by {who}")
             reserved.append(group)
         yield
     finally:

@@ -51,10 +51,7 @@ def cotangents(call: Call, planned: Sequence[AbstractTree], dy: Tree) -> list[Ro
     if slices > 1:
         pairs = zip(rows, sliced, strict=True)
         rows = [part for row, ys in pairs for part in _cut(row, ys, 1)]
-    return [
-        [_filled(leaf, aval) for leaf, aval in zip(row, y.leaves, strict=True)]
-        for row, y in zip(rows, planned, strict=True)
-    ]
+    return [list(map(_filled, row, y.leaves)) for row, y in zip(rows, planned, strict=True)]
 
 
 def _rows(dy: Tree, outputs: Sequence[AbstractTree], uniform: bool) -> list[Sequence[Any]]:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of ``fpipe.pipeline``: their types, and those that a pass owns."""
+"""Options of ``fpipe.pipeline``: their types, those that a pass owns, and a schedule that is still
+to be chosen, as a pipeline sees it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal, Protocol, TypeAlias, TypedDict
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 import torch
 
@@ -13,6 +15,7 @@ from ..actions.product import load_pass
 from ..collectives.group import Group
 from ..errors import StageError
 from ..lowering.plan import Feature
+from ..schedule import Schedule
 from ..stage import Engine
 from .copies import Copies
 from .microbatches import Reduction
@@ -41,6 +44,38 @@ class Options(TypedDict, total=False):
     dp: Copies | Group | None
     slices: int | None
     order: Order
+
+
+@runtime_checkable
+class Choice(Protocol):
+    """A schedule that is still to be chosen, as ``fpipe.auto`` returns."""
+
+    def bound_to(self, group: Group, stages: int, microbatches: int | None) -> Chosen:
+        """What chooses it for a pipeline."""
+        ...
+
+
+@runtime_checkable
+class Chosen(Protocol):
+    """What chooses the schedule of a pipeline. ``chosen`` is by number of microbatches: the
+    schedule, and why.
+    """
+
+    chosen: dict[int, tuple[Schedule, str]]
+
+    def __call__(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule to run."""
+        ...
+
+    def estimated(
+        self,
+        microbatches: int,
+        plans_of: Callable[[Schedule], Any],
+        run: Schedule,
+        latency: float,
+    ) -> Schedule:
+        """Choose from what the programs of all stages are expected to take."""
+        ...
 
 
 #: Options that a pass owns: the name of each, and the pass in ``fpipe.passes``. Its function

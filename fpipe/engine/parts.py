@@ -103,41 +103,32 @@ class Parts:
         self.slices = slices
         self.lengths = set[int]()
         self.descriptions: Sequence[AbstractTree] = ()
-        if self.uniform:
-            leaves, self.structure = tree.flatten(batch)
-            self.leaves, self.absent = _stand_ins(leaves, name)
-            self.structures = [self.structure] * (parts * slices)
-            for leaf in filter(tree.is_tensor, self.leaves):
+        self.leaves: list[Any] = []
+        self.absent = False
+        trees = {name: batch}
+        if not self.uniform:
+            self.late = batch.late
+            trees = {f"{name}[{m}]": part for m, part in enumerate(batch.shapes)}
+        structures = []
+        for where, each in trees.items():
+            leaves, structure = tree.flatten(each)
+            leaves, absent = _stand_ins(leaves, where)
+            for leaf in filter(tree.is_tensor, leaves):
                 if leaf.is_nested:
                     raise mistakes.nested(name)
-                if not _can_cut(leaf, parts, shared_scalars):
+                if self.uniform and not _can_cut(leaf, parts, shared_scalars):
                     raise mistakes.uncut(leaf, parts, name)
-                if not self.absent:
+                if self.uniform and not absent:
                     self.lengths.update(leaf.shape[:1])
             if slices > 1:
-                load_pass("slicing").check(self.leaves, self.structure, name, slices)
-            return
-        self.late = batch.late
-        self.leaves = []
-        self.absent = False
-        structures = []
-        for m, part in enumerate(batch.shapes):
-            leaves, structure = tree.flatten(part)
-            leaves, absent = _stand_ins(leaves, f"{name}[{m}]")
-            if any(leaf.is_nested for leaf in filter(tree.is_tensor, leaves)):
-                raise mistakes.nested(name)
-            if slices > 1:
-                load_pass("slicing").check(leaves, structure, f"{name}[{m}]", slices)
+                load_pass("slicing").check(leaves, structure, where, slices)
             self.leaves += leaves
             self.absent |= absent
             structures.append(structure)
-        self.structure = tuple(structures)
+        self.structure = structures[0] if self.uniform else tuple(structures)
+        if self.uniform:
+            structures *= parts
         self.structures = [structure for structure in structures for _ in range(slices)]
-
-    @property
-    def unknown(self) -> bool:
-        """Whether the argument is elsewhere and its shapes are not known here."""
-        return self.absent and any(isinstance(leaf, Absent) for leaf in self.leaves)
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -181,8 +172,8 @@ class Weights:
     """
 
     common: float | None
-    by_microbatch: Sequence[Tensor] = ()
-    loss_scale: float | Tensor | None = None
+    by_microbatch: Sequence[Tensor]
+    loss_scale: float | Tensor | None
 
     def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The cotangent of a microbatch's loss."""

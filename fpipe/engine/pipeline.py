@@ -25,11 +25,10 @@ from ..stage import OF_MODULES, Elsewhere, Engine, Stage, as_stage, patterns, wi
 from ..tree import Tree
 from . import calls, option_checks
 from .arguments import Call, Each
-from .choice import Choice
 from .config import Config, Loss, Outputs
 from .copies import Copies, copies
 from .microbatches import Reduction
-from .options import Options, Overlap, options_of
+from .options import Choice, Options, Overlap, options_of
 from .pipeline_base import PipelineBase, R, Y
 from .plan_cache import Cache
 from .request import Mode
@@ -94,7 +93,13 @@ class Pipeline(PipelineBase[Y, R]):
             raise
         choice = self.config.choice
         if choice is not None and mode == "grad" and call.units not in choice.chosen:
-            self._choose(choice, call, params, x, targets, side)
+            # by the plans of other schedules with the same placement
+            def plans_of(schedule):
+                return self.under(schedule).plan(params, x, *targets, **side)
+
+            rates = load_pass("weaving.estimates").rates_of(self.config.device.type)
+            run = self.schedule(call.units)
+            choice.estimated(call.units, plans_of, run, rates.latency / 1000)
         return call
 
     def stepper(
@@ -104,20 +109,7 @@ class Pipeline(PipelineBase[Y, R]):
 
         With ``single`` it returns the only gradient itself, not a tuple of one.
         """
-
-        def prepare(params, x, targets, side, scale, seed):
-            return self.call(
-                "grad",
-                params,
-                x,
-                targets,
-                side,
-                seed=seed,
-                argnums=argnums,
-                has_aux=has_aux,
-                each=each,
-                loss_scale=scale,
-            )
+        prepare = partial(self.call, "grad", argnums=argnums, has_aux=has_aux, each=each)
 
         def step(
             params: Sequence[Tree],
@@ -129,8 +121,8 @@ class Pipeline(PipelineBase[Y, R]):
             _value: bool = True,  # False: fpipe.grad, which returns no value
             **side: Tree,
         ) -> Any:
-            arguments = (params, x, targets, side, loss_scale)
-            call = prepare(*arguments, seed)
+            arguments = (params, x, targets, side)
+            call = prepare(*arguments, seed=seed, loss_scale=loss_scale)
             if calls.surrounded():
                 value, grads = load_pass("derived.nested").value_and_grad(call, x)
             elif self.config.capture and not calls.observed():

@@ -23,7 +23,6 @@ from ..schedule import Placement, Schedule
 from ..tree import Tree
 from . import calls
 from .arguments import Call, Each
-from .choice import Chosen
 from .config import Config
 from .copies import Copies
 from .plan_cache import Cache
@@ -321,25 +320,6 @@ class PipelineBase(Generic[Y, R]):
         load_pass("capture.steps").check(self.group, self.copies is not None)
         return type(self)(replace(self.config, capture=True))
 
-    def _choose(
-        self,
-        auto: Chosen,
-        call: Call,
-        params: Sequence[Tree],
-        x: Tree,
-        targets: Sequence[Tree],
-        side: dict[str, Tree],
-    ) -> None:
-        """Choose the schedule for a number of microbatches, by plans of others with the same
-        placement.
-        """
-
-        def plans_of(schedule):
-            return self.under(schedule).plan(params, x, *targets, **side)
-
-        latency = load_pass("weaving.estimates").rates_of(self.config.device.type).latency / 1000
-        auto.estimated(call.units, plans_of, self.schedule(call.units), latency)
-
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one refuses the arguments of the next call.
 
@@ -472,11 +452,14 @@ class PipelineBase(Generic[Y, R]):
         [tensor([1., 1.]), tensor([0., 0.])]
         """
         self.config.check_params(params)
-        if self.parts is None:
-            return self.place(params)
-        shares = self.cache.shares
-        cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
-        parts: list[Any] = [cut.get(stage) for stage in range(self.stages)]
+        parts: Sequence[Any] = params
+        if self.parts is not None:
+            frozen = self.config.frozen
+            cut = self.cache.shares.cut
+            parts = [
+                cut(stage, part, frozen) if stage in self.here else None
+                for stage, part in enumerate(params)
+            ]
         return self.place(parts)
 
     def unshard(self, parts: Sequence[P]) -> list[P]:

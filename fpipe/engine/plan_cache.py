@@ -8,7 +8,7 @@ Knows calls and plans; not how plans run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,6 @@ class CachedPlans:
     prepared: Prepared
     agreed: Agreed
     misplaced: str | None  # why the arguments cannot be used, if a tensor is on a wrong device
-    spent: tuple[Spent, ...] = ()  # seconds, by part of the preparation
 
     def announce(self, call: Call, pullback: int = -1) -> int:
         """Announce a call that runs these plans, and return its number.
@@ -69,6 +68,7 @@ class Cache:
     """What a pipeline keeps between calls.
 
     * ``plans``: by signature
+    * ``spent``: seconds of each preparation, by part
     * ``shares``: the layouts of parameters that copies of the pipeline share
     * ``copies_compared``: whether the copies have compared their configurations
     * ``graphs``: of captured steps, by signature
@@ -77,6 +77,7 @@ class Cache:
 
     def __init__(self, shares: Any = None, copies_compared: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
+        self.spent: list[list[Spent]] = []
         self.shares = shares
         self.copies_compared = copies_compared
         self.graphs: dict[Any, Any] = {}
@@ -119,10 +120,10 @@ class Cache:
         """Prepare the plans of a call and cache them. Warn where many shapes cost much time."""
         with measured() as spent:
             cached = self._prepare(call)
-        cached = replace(cached, spent=tuple(spent))
+        self.spent.append(spent)
         self.plans[key] = cached
         if len(self.plans) == WARN_PLANS:
-            mistakes.warn_of_shapes([plans.spent for plans in self.plans.values()], WARN_SECONDS)
+            mistakes.warn_of_shapes(self.spent, WARN_SECONDS)
         if len(self.plans) > MAX_PLANS:
             del self.plans[next(iter(self.plans))]
         return cached

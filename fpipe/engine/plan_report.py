@@ -25,7 +25,7 @@ class Plans:
     most: those of the ranks, copies of the arguments, and the results.
     """
 
-    def __init__(self, prepared: Prepared, captured: bool = False):
+    def __init__(self, prepared: Prepared, captured: bool):
         self.by_rank = prepared.plans
         self.graph = _held_by_a_graph(prepared) if captured else None
         self.peak = {rank: plan.peak for rank, plan in self.by_rank.items()}

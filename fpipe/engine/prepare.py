@@ -81,7 +81,11 @@ def prepare(
     check = load_pass("debugging").check if request.debug else None
     executables = {}
     with timed("lowering"), uncollected():
-        for rank, plan in _lower_ranks(jobs).items():
+        if _starts_collectives(jobs):
+            plans = load_pass("weaving.collective_order").in_one_order(jobs)
+        else:
+            plans = {rank: lower(job, rank) for rank, job in jobs.items()}
+        for rank, plan in plans.items():
             device = group.device(rank)
             machine = Machine(rank, group, device, config.accumulate, check, first_microbatch)
             executables[rank] = bind(plan, machine)
@@ -163,13 +167,6 @@ def _starts_collectives(jobs: Mapping[int, Job]) -> bool:
         for programs in filter(None, made)
         for program in (programs.f, programs.b, programs.i, programs.w)
     )
-
-
-def _lower_ranks(jobs: Mapping[int, Job]) -> dict[int, Plan]:
-    """Lower the plan of each rank of this process."""
-    if _starts_collectives(jobs):
-        return load_pass("weaving.collective_order").in_one_order(jobs)
-    return {rank: lower(job, rank) for rank, job in jobs.items()}
 
 
 def trace_stages(config: Config, request: Request, note: Callable[[str], None]) -> Traced:

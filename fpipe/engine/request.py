@@ -35,12 +35,10 @@ class Request:
     states: tuple[AbstractTree | None, ...]
     kinds: tuple[MicrobatchKind, ...]
     kind_of: tuple[int, ...]
-    wants_dx: bool = False
-    layouts: Mapping[int, Any] = field(
-        default_factory=dict
-    )  # by stage, where the pipeline has copies
-    each: bool = False  # outputs, and what the loss returns, go to a function of the caller
-    has_aux: bool = False
-    debug: bool = False  # results are checked for NaN
-    pipeline_id: object = field(default=None, compare=False, repr=False)  # shared by its calls
-    chain: int = 1  # of stages with carries: the slices of a microbatch, whose kinds are in a row
+    wants_dx: bool
+    layouts: Mapping[int, Any]  # by stage, where the pipeline has copies
+    each: bool  # outputs, and what the loss returns, go to a function of the caller
+    has_aux: bool
+    debug: bool  # results are checked for NaN
+    pipeline_id: object = field(compare=False, repr=False)  # shared by its calls
+    chain: int  # of stages with carries: the slices of a microbatch, whose kinds are in a row

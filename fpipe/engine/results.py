@@ -79,10 +79,10 @@ class ResultLayout:
         jobs = self.prepared.jobs
         executables = self.prepared.executables
         by_rank = []
-        for rank in self._any_job.scalar_ranks():
-            scalars = jobs.get(rank, self._any_job).scalars(rank)
+        for rank, scalars in sorted(self._any_job.scalars().items()):
             slots = None
             if rank in executables:
+                scalars = jobs[rank].scalars()[rank]
                 results = executables[rank].plan.results
                 slots = [results[scalar.key] for scalar in scalars]
             places = [(scalar.stage, scalar.mb) for scalar in scalars]
@@ -204,15 +204,13 @@ class Results:
         assert weights is not None
         totals = [losses[self.stages, mb] for mb in range(self.units)]
         if self.layout.aux_stages:
-            totals = [self._with_aux(loss, losses, mb) for mb, loss in enumerate(totals)]
+            for mb, loss in enumerate(totals):
+                places = [(stage, mb) for stage in self.layout.aux_stages]
+                extras = [losses[place].to(loss.device) for place in places if place in losses]
+                totals[mb] = loss + reduce(torch.add, extras) if extras else loss
         if weights.common is None:
             return added(weights.terms(totals))
         return added(totals, weights.common)
-
-    def _with_aux(self, loss: Tensor, losses: Mapping[tuple[int, int], Tensor], mb: int) -> Tensor:
-        places = [(stage, mb) for stage in self.layout.aux_stages]
-        extras = [losses[place].to(loss.device) for place in places if place in losses]
-        return loss + reduce(torch.add, extras) if extras else loss
 
     def share(
         self, values: Sequence[Tensor] | None, avals: Iterable[Aval], rank: int

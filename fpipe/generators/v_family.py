@@ -56,28 +56,20 @@ class Block(NamedTuple):
     slack: int
 
 
-def v_min(p: int) -> Block:
-    """The building block of V-Min.
+def block(p: int, down: int, limit: int) -> Block:
+    """The building block of ``p`` ranks in which a microbatch takes ``down`` slots for each rank on
+    its ways down, and one on its ways up.
 
-    >>> v_min(4).places[0], v_min(4).limit
-    ((0, 7, 8, 15), 4)
+    >>> block(4, 1, limit=4).places[0], block(4, 2, limit=6).places[0]
+    ((0, 7, 8, 15), (0, 10, 14, 25))
     """
-    slack = (2 - 2 * p) % _PERIOD
-    places = [(r, 2 * p - 1 - r, 2 * p + slack + r, 4 * p - 1 + slack - r) for r in range(p)]
-    return Block(places, 2 * ((p + 4) // 3), slack)
-
-
-def v_half(p: int) -> Block:
-    """The building block of V-Half.
-
-    >>> v_half(4).places[0], v_half(4).limit
-    ((0, 10, 14, 25), 6)
-    """
-    slack = (3 - 3 * p) % _PERIOD
+    turn = (down + 1) * p - down  # the slot of f on rank 0
+    slack = (down + 1) * (1 - p) % _PERIOD
     places = [
-        (2 * r, 3 * p - 2 - r, 3 * p - 1 + slack + 2 * r, 6 * p - 2 + slack - r) for r in range(p)
+        (down * r, turn - r, turn + 1 + slack + down * r, 2 * turn + down + slack - r)
+        for r in range(p)
     ]
-    return Block(places, 2 * ((p + 2) // 2), slack)
+    return Block(places, limit, slack)
 
 
 def make_v_min(ranks: int, microbatches: int, stages: int) -> Made:
@@ -88,7 +80,7 @@ def make_v_min(ranks: int, microbatches: int, stages: int) -> Made:
     >>> print(make_schedule("VMin", 1, 2, 2))
     [0F0, 1F0, 1I0, 0I0, 1W0, 0F1, 0W0, 1F1, 1I1, 0I1, 1W1, 0W1]
     """
-    return _make(v_min(ranks), microbatches, stages)
+    return _make(block(ranks, 1, 2 * ((ranks + 4) // 3)), microbatches, stages)
 
 
 def make_v_half(ranks: int, microbatches: int, stages: int) -> Made:
@@ -99,7 +91,7 @@ def make_v_half(ranks: int, microbatches: int, stages: int) -> Made:
     >>> print(make_schedule("VHalf", 1, 2, 2))
     [0F0, 1F0, 1I0, 0I0, 1W0, 0F1, 0W0, 1F1, 1I1, 0I1, 1W1, 0W1]
     """
-    return _make(v_half(ranks), microbatches, stages)
+    return _make(block(ranks, 2, 2 * ((ranks + 2) // 2)), microbatches, stages)
 
 
 def _make(block: Block, microbatches: int, stages: int) -> Made:

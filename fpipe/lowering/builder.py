@@ -27,7 +27,7 @@ from .instruction import Instruction
 from .instructions import Add, Run
 from .job import Job, ProgramSet
 from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value
-from .messages import Messages, Routes
+from .messages import Messages
 from .plan import Plan, Use
 from .value_graph import grad, param
 from .wired import WiredMessages
@@ -69,7 +69,7 @@ class _Sending(NamedTuple):
 
     stage: int
     fact: str
-    sources: tuple[Source, ...]
+    sources: Sequence[Source]
     peers: frozenset[int]
 
 
@@ -97,7 +97,7 @@ class Builder:
         self.accumulated: set[Key] = set()
         self.out: list[Instruction] = []
         self._running: dict[tuple[int, int, int], _Running] = {}
-        self._sendings: dict[tuple[int, str, int, int], Sequence[_Sending]] = {}
+        self._sendings: dict[tuple[int, str, int, int], list[_Sending]] = {}
         #: By id of programs, letter and stage: the gradients, by leaf, that the program itself adds
         #: into their sums. There is no entry before each of these sums has a first value.
         self._added_inside: dict[tuple[int, str, int], dict[int, str]] = {}
@@ -242,10 +242,14 @@ class Builder:
         if memo not in self._sendings:
             fact = "F" if op == "F" else "I"
             senders = self.messages.senders(stage, fact)
-            routes = ((sender, self.messages.outgoing(sender, fact, mb)) for sender in senders)
-            self._sendings[memo] = [
-                _sending(sender, fact, by_rank) for sender, by_rank in routes if by_rank
-            ]
+            self._sendings[memo] = found = []
+            for sender in senders:
+                if routes := self.messages.outgoing(sender, fact, mb):
+                    sources = [out.source for _, outs in routes for out in outs]
+                    # what the caller passes need not be computed
+                    computed = [source for source in sources if not isinstance(source, PASSED)]
+                    peers = frozenset(rank for rank, _ in routes)
+                    found.append(_Sending(sender, fact, computed, peers))
         return self._sendings[memo]
 
     def _send(self, sends: list[tuple[Action, _Sending]]) -> list[tuple[Action, _Sending]]:
@@ -380,13 +384,6 @@ class Builder:
         )
         reads = tuple([gradient.key for gradient in gradients])
         self.out.append(Instruction(add, action, reads, sums))
-
-
-def _sending(stage: int, fact: str, routes: Routes) -> _Sending:
-    """The values that a fact of a stage sends; what the caller passes need not be computed."""
-    sources = [out.source for _, outs in routes for out in outs]
-    computed = tuple(source for source in sources if not isinstance(source, PASSED))
-    return _Sending(stage, fact, computed, frozenset(rank for rank, _ in routes))
 
 
 def outputs_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:

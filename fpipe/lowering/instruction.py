@@ -20,7 +20,7 @@ class Registers:
     """The values that change while a rank runs its plan."""
 
     slots: list[Any]
-    seed: int | None = None  # of random draws; None: they continue the device's stream
+    seed: int | None  # of random draws; None: they continue the device's stream
     #: Until awaited.
     receives: dict[Hashable, Work] = field(default_factory=dict)
     #: Collectives of all copies, until awaited.
@@ -89,9 +89,9 @@ class Machine:
     rank: int
     group: Group
     device: torch.device
-    accumulate: torch.dtype | None = None  # in which gradients are accumulated
-    check: Check | None = None  # of each result
-    first: int = 0  # the number of the first microbatch among those of all copies
+    accumulate: torch.dtype | None  # in which gradients are accumulated
+    check: Check | None  # of each result
+    first: int  # the number of the first microbatch among those of all copies
 
 
 class Opcode:

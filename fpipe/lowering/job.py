@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ class ProgramSet:
 
     graph: ValueGraph
     programs: Mapping[int, Programs]
-    loss: Programs | None = None
+    loss: Programs | None
 
 
 class Scalar(NamedTuple):
@@ -69,28 +70,16 @@ class Job:
         """The programs of a microbatch."""
         return self.program_sets[self.kind_of[mb]]
 
-    @property
-    def interleaved(self) -> bool:
-        """Whether the parts of an action may run in turn, piece by piece."""
-        return not self.strict and any(feature.interleaves for feature in self.features)
-
     def slice_programs(self) -> dict[int, list[Programs]]:
         """For each stage of the rank, its programs for the slices of the first microbatch."""
         kinds = [self.kind(mb) for mb in range(self.schedule.slices)]
         return {stage: [kind.programs[stage] for kind in kinds] for stage in kinds[0].programs}
 
-    def scalars(self, rank: int) -> list[Scalar]:
-        """The losses and auxiliary losses that a rank computes. Keys of auxiliary losses are right
-        only if ``program_sets`` has the programs of that rank.
+    def scalars(self) -> dict[int, list[Scalar]]:
+        """The losses and auxiliary losses by the rank that computes them. Keys of auxiliary losses
+        are right only for a rank whose programs ``program_sets`` has.
         """
-        return [scalar for owner, scalar in self._scalars() if owner == rank]
-
-    def scalar_ranks(self) -> list[int]:
-        """The ranks that compute losses or auxiliary losses."""
-        return sorted({rank for rank, _ in self._scalars()})
-
-    def _scalars(self) -> Iterator[tuple[int, Scalar]]:
-        """All losses and auxiliary losses, each with its rank."""
+        by_rank = defaultdict[int, list[Scalar]](list)
         for mb in range(self.schedule.units):
             kind = self.kind(mb)
             path = self.schedule.placement.path(mb)
@@ -99,9 +88,11 @@ class Job:
                 aval = kind.loss.outputs.y.tensors[0]
                 assert name is not None and aval is not None
                 source = kind.graph.source(kind.loss, self.stages, name)
-                yield path[-1], Scalar(self.stages, mb, source, aval)
+                by_rank[path[-1]].append(Scalar(self.stages, mb, source, aval))
             for stage, interface in enumerate(kind.graph.interfaces):
                 if interface.aux is not None:
                     local = kind.programs.get(stage)
                     name = local.aux if local else None
-                    yield path[stage], Scalar(stage, mb, Value(stage, name or ""), interface.aux)
+                    source = Value(stage, name or "")
+                    by_rank[path[stage]].append(Scalar(stage, mb, source, interface.aux))
+        return by_rank

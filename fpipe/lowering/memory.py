@@ -24,7 +24,7 @@ class MemoryAccount:
     ``storages`` maps values to their storages. ``wired``: messages hold memory.
     """
 
-    def __init__(self, wired: bool = False) -> None:
+    def __init__(self, wired: bool) -> None:
         self.live = 0
         self.wired = wired
         self.storages: dict[Hashable, Hashable] = {}

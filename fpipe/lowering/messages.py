@@ -214,12 +214,10 @@ def places(job: Job, rank: int) -> Iterator[tuple[Action, int, int]]:
     Both are the action's place in the row. If the parts of a fused action are woven, they are the
     first and the last place of its parts.
     """
+    woven = not job.strict and any(feature.interleaves for feature in job.features)
     first = 0
     for action in job.schedule[rank]:
         last = first + len(action.parts) - 1
         for place, part in enumerate(action.parts, first):
-            if job.interleaved:
-                yield part, first, last
-            else:
-                yield part, place, place
+            yield (part, first, last) if woven else (part, place, place)
         first = last + 1

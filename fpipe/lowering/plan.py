@@ -100,11 +100,11 @@ class Plan:
     feeds: Mapping[Key, int]
     results: Mapping[Key, int]
     split: int
-    row: Row = ()  # the actions of the rank, also those that need no instruction
+    row: Row  # the actions of the rank, also those that need no instruction
     #: The instructions over keys, and the use of each.
-    keyed: tuple[Instruction, ...] = field(default=(), compare=False, repr=False)
-    uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)
-    wired: bool = False  # messages hold memory
+    keyed: tuple[Instruction, ...] = field(compare=False, repr=False)
+    uses: tuple[Use, ...] = field(compare=False, repr=False)
+    wired: bool  # messages hold memory
     weaves: Mapping[str, Any] = field(default_factory=dict)  # by fused action
 
     @cached_property

@@ -84,25 +84,20 @@ class Interface:
         read = set(filter(None, programs.dps))
         for program in (programs.f, programs.b, programs.i, programs.w):
             read.update(program.inputs)
-        ys: list[Leaf] = []
-        for name, aval in zip(programs.ys[:outputs], y.tensors, strict=True):
-            if name is None or aval is None:
-                ys.append(None)
-            else:
-                ys.append(x_index.get(name, (name, aval)))
-        dxs: list[Leaf] = []
-        for name in programs.dxs[:inputs]:
+
+        def y_leaf(name: str | None, aval: Aval | None) -> Leaf:
+            return None if name is None or aval is None else x_index.get(name, (name, aval))
+
+        def dx_leaf(name: str | None) -> Leaf:
             if name is None:
-                dxs.append(None)
-            elif name in dy_index:
-                dxs.append(dy_index[name])
-            else:
-                dxs.append((name, programs.grad_avals[name]))
+                return None
+            return dy_index[name] if name in dy_index else (name, programs.grad_avals[name])
+
         reads_x = tuple(name in read or name in programs.saved for name in x_index)
         return cls(
             y,
-            tuple(ys),
-            tuple(dxs),
+            tuple(map(y_leaf, programs.ys[:outputs], y.tensors)),
+            tuple(map(dx_leaf, programs.dxs[:inputs])),
             dys=tuple(name is not None for name in cotangents),
             reads_x=reads_x[:inputs],
             reads_dy=tuple(name in read for name in cotangents),

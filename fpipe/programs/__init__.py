@@ -5,8 +5,7 @@ What most stages do not need is in ``fpipe.passes`` and loaded by name. Nothing 
 schedules.
 """
 
-from .internals import setting
-from .tensor_state import fake_tensors
+from .internals import Fake, setting
 from .wrappers import BLOCKS, RECORDING, Block, block, remat
 
-__all__ = ["BLOCKS", "RECORDING", "Block", "block", "fake_tensors", "remat", "setting"]
+__all__ = ["BLOCKS", "RECORDING", "Block", "Fake", "block", "remat", "setting"]

@@ -235,6 +235,10 @@ class Fake(FakeTensorMode):
 
     ``cpu:0`` and ``cpu`` are one device in it, as for tensors with data. In torch's own mode they
     are two.
+
+    >>> with Fake():
+    ...     type(torch.ones(2)).__name__
+    'FakeTensor'
     """
 
     supports_higher_order_operators = True

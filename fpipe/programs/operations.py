@@ -61,6 +61,14 @@ def fill(value: Any, values: Mapping[str, Any]) -> Any:
     return map_aggregate(value, lambda part: values[part] if isinstance(part, Ref) else part)
 
 
+class Held(NamedTuple):
+    """The memory behind a named value: the first value on its storage, and the storage's size."""
+
+    root: str
+    nbytes: int
+    given: bool = False  # the storage of an input
+
+
 Role: TypeAlias = Literal["param", "x", "side", "state", "cotangent", "aux cotangent", "grad"]
 
 

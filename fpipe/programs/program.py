@@ -22,9 +22,8 @@ import torch
 
 from ..actions.product import load_pass
 from ..tree import Aval
-from .held import Held, HeldBytes
 from .internals import TorchOp, direct, draws, is_collective, without_autocast
-from .operations import Input, Operation, Ref, Role
+from .operations import Held, Input, Operation, Ref, Role
 from .signature import Outputs, Signature
 
 Adds: TypeAlias = Mapping[str, Sequence[str]]
@@ -230,7 +229,7 @@ def _enter(name: str, value: object, scope: Scope) -> str:
 
 # ---- the programs of a stage ----
 @dataclass(frozen=True, eq=False)
-class Programs(HeldBytes):
+class Programs:
     """The programs of a stage, as ``fpipe.trace`` returns them: functions whose ``.code`` is their
     source.
 
@@ -314,6 +313,24 @@ class Programs(HeldBytes):
             if name is not None:
                 roles[name] = Input("cotangent", leaf)
         return roles | {"daux": Input("aux cotangent", 0)}
+
+    # ---- what they hold between each other ----
+    def held(self, names: Sequence[str]) -> int:
+        """Bytes behind some names, each storage once; parameters, side inputs and state are the
+        caller's.
+        """
+        behind = {self.memory[n].root: self.memory[n] for n in names if n in self.memory}
+        return sum(h.nbytes for h in behind.values() if not (h.given and h.root[0] in "pkt"))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes held from F to I or B, the stage's own input included where it is needed."""
+        return self.held(self.saved)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held from I to W."""
+        return self.held(self.kept)
 
     # ---- gradients added as soon as they are computed ----
     def added_by(self, letter: str) -> dict[int, str]:

@@ -102,9 +102,9 @@ class Outputs:
     """
 
     y: AbstractTree
-    aux: Aval | None = None
-    state: AbstractTree | None = None
-    writes_input: bool = False
+    aux: Aval | None
+    state: AbstractTree | None
+    writes_input: bool
     unused: frozenset[int] = frozenset()
 
     @cached_property
@@ -268,7 +268,7 @@ class LossCall:
 
     loss: Callable[..., Any]
     has_aux: bool
-    extra: bool = False
+    extra: bool
 
     def __call__(self, _: object, x: tuple[object, ...], /, **side: object) -> object:
         result = self.loss(*x, **side)
@@ -283,7 +283,7 @@ class LossCall:
         return self.loss, (self.has_aux, self.extra)
 
 
-def loss_stage(loss: Callable[..., Any], has_aux: bool, each: bool = False) -> Stage:
+def loss_stage(loss: Callable[..., Any], has_aux: bool, each: bool) -> Stage:
     """A loss as a stage without parameters whose input is (output, *targets).
 
     ``each``: a function of the caller gets the second value of the loss. The eager engine then

@@ -28,8 +28,8 @@ from torch import Tensor, fx
 
 from ..actions.product import load_pass
 from ..tree import arriving
-from .held import Held
 from .internals import draws, storage_id
+from .operations import Held
 
 
 @dataclass(frozen=True)

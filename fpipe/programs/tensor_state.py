@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
 
-from .internals import Fake, transforming
+from .internals import transforming
 
 _IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -52,16 +51,6 @@ def wrapped(*tensors: torch.Tensor) -> bool:
     (False, 1.0)
     """
     return transforming() and any(map(_IS_WRAPPED, tensors))
-
-
-def fake_tensors() -> AbstractContextManager[object]:
-    """A context in which tensors have shapes, but no data; real tensors may be used as constants.
-
-    >>> with fake_tensors():
-    ...     type(torch.ones(2)).__name__
-    'FakeTensor'
-    """
-    return Fake()
 
 
 # ---- graphs of autograd ----

@@ -27,7 +27,6 @@ from ..actions.product import load_pass
 from ..errors import FpipeError
 from ..stage import Stage
 from ..tree import AbstractTree, Aval
-from .held import Held
 from .internals import (
     PLAIN,
     Sizes,
@@ -45,7 +44,7 @@ from .internals import (
     setting,
     without_autocast,
 )
-from .operations import Operation, Ref, Value
+from .operations import Held, Operation, Ref, Value
 from .program import Program, Programs
 from .signature import Outputs, Signature, call, entering, outputs_of
 from .split import Joint, Subgraph, Subgraphs, captured, normalize, split, storages, value_of

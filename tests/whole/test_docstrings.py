@@ -155,7 +155,7 @@ def test_gaps_are_found():
         return 1
 
     assert set(gaps("other", other)) == {"Returns"}
-    assert raised(fpipe.value_and_grad) == set()
+    assert raised(fpipe.grad) == set()
     assert "StageError" in raised(fpipe.Pipeline.under)
 
 

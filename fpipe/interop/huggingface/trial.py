@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ... import tree
 from ...errors import StageError
-from ...programs import fake_tensors
+from ...programs import Fake
 from ...tree import Tree
 from ..module_function import clone, tensors_of
 from .crossing import Flow, flow_of
@@ -108,7 +108,7 @@ def _recorded(
         child.training = child.training and not real
     without = not real or _is_on_meta(model)
     try:
-        with fake_tensors() if without else _same_draws_afterwards(model):
+        with Fake() if without else _same_draws_afterwards(model):
             if without:
                 tensors = _empty(tensors)
                 arguments = _empty(arguments)

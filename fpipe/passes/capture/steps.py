@@ -171,7 +171,7 @@ def captured(
     """``calls.value_and_grad`` by the graph of its signature; ``prepare`` makes a call of the
     arguments.
     """
-    scale = arguments[-1]
+    scale = call.loss_scale
     key = call.signature(), value, None if tree.is_tensor(scale) else scale
     with _LOCK:
         graph = cache.graphs.get(key)
@@ -182,7 +182,7 @@ def captured(
             graph = Graph(record, device)
         if not isinstance(graph, Graph):
             return value_and_grad(call, cache, value)
-        leaves, structure = tree.flatten(arguments)
+        leaves, structure = tree.flatten((arguments, scale))
         at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
         tensors = [leaves[index] for index in at]
         if not graph.places:
@@ -196,7 +196,8 @@ def captured(
         def step(tensors: Sequence[Tensor]) -> Tree:
             moved = dict(zip(at, tensors, strict=True))
             given = [moved.get(index, leaf) for index, leaf in enumerate(leaves)]
-            return value_and_grad(prepare(*tree.unflatten(structure, given)), cache, value)
+            arguments, scale = tree.unflatten(structure, given)
+            return value_and_grad(prepare(*arguments, loss_scale=scale), cache, value)
 
         try:
             cache.graphs[key], result = graph.after(tensors, step)

@@ -31,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import tree
 from ...errors import StageError
-from ...programs.held import Held
 from ...programs.internals import Ambient, ambient, without_autocast
+from ...programs.operations import Held
 from ...programs.program import Program, Programs
 from ...programs.signature import LossCall, Result, Signature, entering, outputs_from
 from ...programs.tensor_state import resolved, versions
