@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LRScheduler
 
 from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, value_and_grad
 from ...errors import ScheduleError, StageError, UnsupportedError
@@ -25,7 +26,6 @@ from .._rl import models
 from .._rl.sequences import Tokens, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
-from .learning_rates import scheduler_of
 from .losses import CURRENT, Batch, Loss, asked, like
 
 base = import_module("verl.workers.engine.base")
@@ -33,6 +33,7 @@ engines = import_module("verl.workers.engine.utils")
 tensordicts = import_module("verl.utils.tensordict_utils")
 devices = import_module("verl.utils.device")
 optimizers = import_module("verl.workers.config.optimizer")
+functional = import_module("verl.utils.torch_functional")
 
 #: The folder of a checkpoint of fpipe in one of verl.
 FOLDER = "fpipe"
@@ -124,7 +125,7 @@ class FpipeEngine(base.BaseEngine):
         if not config.forward_only:
             optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
             self.optimizer = optimizer
-            self.scheduler = scheduler_of(optimizer, self.optimizer_config)
+            self.scheduler = _scheduler_of(optimizer, self.optimizer_config)
         self._offload()
 
     def _offload(self) -> None:
@@ -422,3 +423,26 @@ class FpipeValueEngine(FpipeEngine):
     """The engine for models with one value for each token."""
 
     values = True
+
+
+def _scheduler_of(optimizer: torch.optim.Optimizer, config: Any) -> LRScheduler:
+    """verl's learning rate scheduler for an optimizer, from its configuration."""
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps
+    if warmup is None or warmup <= 0:
+        warmup = int(config.lr_warmup_steps_ratio * total)
+    kind = config.get("lr_scheduler_type", "constant")
+    if kind == "constant":
+        return functional.get_constant_schedule_with_warmup(
+            optimizer=optimizer, num_warmup_steps=warmup
+        )
+    if kind == "cosine":
+        return functional.get_cosine_schedule_with_warmup(
+            optimizer=optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=total,
+            min_lr_ratio=config.min_lr_ratio,
+            num_cycles=config.num_cycles,
+            zero_indexed_step=config.zero_indexed_step,
+        )
+    raise UnsupportedError(f"optim.lr_scheduler_type={kind!r}; give 'constant' or 'cosine'")
