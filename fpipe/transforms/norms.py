@@ -20,7 +20,7 @@ from torch import Tensor
 from ..collectives.group import Group
 from ..devices import wide
 from ..errors import TransformError, checked
-from ..tree import Tree, matches, names, unmatched
+from ..tree import Tree, is_floating, matches, names, unmatched
 from . import foreach as F
 from .boards import (
     EVERY_LEAF,
@@ -168,7 +168,13 @@ def global_norm(
             alone = [part if stage == s else None for s in range(len(tree))]
         shared = group
         leaves = places(alone).leaves
-        _check_floating(leaves)
+        for leaf in leaves:
+            if not is_floating(leaf):  # as the count of steps of a state
+                raise TransformError(
+                    f"the gradients have a leaf of {leaf.dtype} of shape {list(leaf.shape)}, and a "
+                    "norm needs floating ones; pass gradients first, as in tx.update(grads, state, "
+                    "params)"
+                )
         if gathers:
             whole = places(over.unshard(alone)).leaves  # type: ignore[union-attr]
             # a leaf is not gathered where it differs by copy or is beside a frozen one
@@ -185,17 +191,6 @@ def global_norm(
             differ = [matches(name, differing) for _, name in chosen]
             norms[stage] = norm.over(shared, found, differ)
     return torch.linalg.vector_norm(by_stage(tree, over, norms), p)
-
-
-def _check_floating(leaves: list[Tensor]) -> None:
-    """Raise TransformError for a leaf that has no norm, as the count of steps of a state."""
-    for leaf in leaves:
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise TransformError(
-                f"the gradients have a leaf of {leaf.dtype} of shape {list(leaf.shape)}, and a "
-                "norm needs floating ones; pass gradients first, as in tx.update(grads, state, "
-                "params)"
-            )
 
 
 def _checked(over: Over | None, p: float) -> Over | None:
