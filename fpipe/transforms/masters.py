@@ -7,6 +7,7 @@ This module must not know ranks or optimizers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,8 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         return at.tree(column, None if how is None else params), masters
 
     rate = inner.rate
-    return one_pass(init, body, None if rate is None else lambda state: rate(state.inner))
+    made = one_pass(init, body)
+    return made if rate is None else replace(made, rate=lambda state: rate(state.inner))
 
 
 def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tuple[Column, Column]:

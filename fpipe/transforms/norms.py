@@ -146,7 +146,7 @@ def global_norm(
     4.0
     """
     over = _checked(over, p)
-    groups = tied if tied is not None else over.tied if over is not None else ()
+    groups = getattr(over, "tied", ()) if tied is None else tied
     repeated = {name for group in groups for name in tuple(group)[1:]}
     check_whole(tree, over)
     if repeated:
