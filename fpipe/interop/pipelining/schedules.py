@@ -115,10 +115,6 @@ class _PipelineSchedule:
             )
         return schedule
 
-    def _validate_and_set_stage_mapping(self, actions: Order) -> None:
-        """Take an order as it is in memory, by rank."""
-        self.take_schedule(orders.schedule_of(actions))
-
     # ---- steps ----
     def step(
         self,

@@ -344,7 +344,7 @@ class FpipeEngine(base.BaseEngine):
 
     # ---- weights ----
     def get_per_tensor_param(
-        self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: object
+        self, **keywords: object
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Return all parameters by their names in the model, whole and in one order on all ranks,
         with the adapters added to them.
