@@ -198,7 +198,6 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
     def __init__(self, stage: PipelineStage, n_microbatches: int, *args: Any, **kwargs: Any):
         super().__init__([stage], n_microbatches, *args, **kwargs)
-        self._stage = stage
 
 
 class PipelineScheduleMulti(_PipelineSchedule):

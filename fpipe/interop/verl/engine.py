@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -116,7 +115,7 @@ class FpipeEngine(base.BaseEngine):
         else:
             parts = self.pipe.shard(self.pipe.place(self.cut.params))
         self.weights = Weights(self.pipe, parts, DTYPES[config.dtype])
-        self.cut = replace(self.cut, params=[])
+        self.cut = self.cut._replace(params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps = 0
         self.adapted = True
