@@ -80,18 +80,13 @@ class _Norm(NamedTuple):
         # its leaves
         norm = self.joined(others).to(wide(self.device))
         if math.isinf(self.p):
-            norm = _largest(norm, group)
+            is_nan = norm.isnan()  # the maximum of a backend loses it
+            both = torch.stack([norm.masked_fill(is_nan, 0.0), is_nan.to(norm.dtype)])
+            largest, any_nan = group.all_reduce(both, "max")
+            norm = largest.masked_fill(any_nan > 0, math.nan)
         else:
             norm = group.all_reduce(norm.pow(self.p), "sum").pow(1 / self.p)
         return self.joined([self.joined(alike), norm]) if alike else norm
-
-
-def _largest(norm: Tensor, group: Group) -> Tensor:
-    """The largest of the norms of all processes, and NaN where one is: backends lose it."""
-    is_nan = norm.isnan()
-    both = torch.stack([norm.masked_fill(is_nan, 0.0), is_nan.to(norm.dtype)])
-    largest, any_nan = group.all_reduce(both, "max")
-    return largest.masked_fill(any_nan > 0, math.nan)
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:
