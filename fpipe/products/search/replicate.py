@@ -76,7 +76,12 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
         for j in range(1, len(sums)):
             here: _Groups = {}
             for i, before in enumerate(best):
-                k = _ranks(sums[j] - sums[i], microbatches, load * ALMOST)
+                time = sums[j] - sums[i]
+                # the microbatches that a rank can take
+                share = int(load * ALMOST / time) if time > 0 else microbatches
+                if not share:
+                    continue
+                k = ceil(microbatches / share)
                 for used, (held, cuts) in before.items():
                     if used + k <= ranks:
                         found = held + (j - i) * k, (*cuts, (i, j, k))
@@ -97,14 +102,6 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
         copies[max(groups, key=load_of)] += 1
     stages = tuple(tuple(range(i, j)) for i, j, _ in cuts)
     return Partition(stages, tuple(copies), max(map(load_of, groups)))
-
-
-def _ranks(work: float, microbatches: int, load: float) -> int:
-    """The fewest ranks for this work within a load; many more than there are: none suffice."""
-    if work <= 0:
-        return 1
-    share = int(load / work)  # microbatches that a rank can take
-    return ceil(microbatches / share) if share else 1 << 62
 
 
 def solve_replicated(
