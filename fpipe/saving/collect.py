@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -60,8 +59,7 @@ class Place(NamedTuple):
         return Entry(name, self.tensor.dtype, shape, lambda: self.tensor)
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """What this process holds: facts, as they are in a manifest, and tensors.
 
     Of a leaf, facts have its dtype, shape, whether it is on the host, and its hash if all processes
@@ -70,7 +68,7 @@ class Holding:
 
     pipe: Pipe
     facts: Facts
-    places: list[Place] = field(default_factory=list)
+    places: list[Place]
 
 
 def stage_trees(
@@ -108,7 +106,7 @@ def collect(
         )
     pipe = names.pipe
     trees, facts = stage_trees(names, params)
-    holding = Holding(pipe, facts)
+    holding = Holding(pipe, facts, [])
     templates = list[tuple[str, type, Mapping[int, StageTree]]]()
     if params is not None:  # which may have stages of other processes too
         facts["trees"]["params"] = ["stages", "params"]
@@ -150,7 +148,9 @@ def _by_stage(
                 values = here.spec.flatten_up_to(value[stage])
             except ValueError:
                 return None
-        by_stage.append(here.filled(values))
+        pairs = zip(here.leaves, values, strict=True)
+        leaves = [leaf._replace(value=value) for leaf, value in pairs]
+        by_stage.append(here._replace(leaves=leaves))
     return by_stage
 
 

@@ -125,11 +125,6 @@ class StageTree(NamedTuple):
     layout: Layout | None = None  # of parts
     state: bool = False
 
-    def filled(self, values: Sequence[tree.Tree]) -> StageTree:
-        """The same leaves with other values."""
-        pairs = zip(self.leaves, values, strict=True)
-        return self._replace(leaves=[leaf._replace(value=value) for leaf, value in pairs])
-
 
 def spans(layout: Layout | None) -> dict[int, tuple[int, int]]:
     """Which elements of leaves are here, by the number of the leaf; all of those that lack."""

@@ -174,34 +174,31 @@ class Manifest:
             for key, (dtype, shape, host, pieces) in rows["leaves"].items()
         }
         manifest = cls(**rows)
-        for key, leaf in manifest.leaves.items():
-            manifest.check_leaf(key, leaf)
+        manifest.check()
         assert manifest.digest  # ValueError for text that is not Unicode
         return manifest
 
-    def check_leaf(self, key: str, leaf: Leaf) -> None:
-        """Raise ValueError unless the pieces of a leaf are all of its elements, each within its
+    def check(self) -> None:
+        """Raise ValueError unless the pieces of each leaf are all of its elements, each within its
         file.
         """
-        itemsize = leaf.torch_dtype.itemsize
-        if not all(type(n) is int and n >= 0 for n in leaf.shape) or not isinstance(
-            leaf.host, bool
-        ):
-            raise ValueError(f"{key!r} has the shape {leaf.shape}")
-        at = 0
-        for piece in leaf.pieces:
-            file = self.files[piece.file]
-            if (
-                piece.first != at
-                or (piece.last - piece.first) * itemsize != piece.end - piece.begin
-            ):
-                raise ValueError(f"{key!r} has a gap at element {at}")
-            inside = file.header <= piece.begin <= piece.end <= file.size
-            if not inside or not _HASH.fullmatch(piece.sha256):
-                raise ValueError(f"{key!r} has data outside of {piece.file!r}")
-            at = piece.last
-        if at != prod(leaf.shape):
-            raise ValueError(f"{key!r} has {at} of {prod(leaf.shape)} elements")
+        for key, leaf in self.leaves.items():
+            is_shape = all(type(n) is int and n >= 0 for n in leaf.shape)
+            if not is_shape or not isinstance(leaf.host, bool):
+                raise ValueError(f"{key!r} has the shape {leaf.shape}")
+            at = 0
+            for piece in leaf.pieces:
+                file = self.files[piece.file]
+                elements = piece.last - piece.first
+                size = piece.end - piece.begin
+                if piece.first != at or elements * leaf.torch_dtype.itemsize != size:
+                    raise ValueError(f"{key!r} has a gap at element {at}")
+                inside = file.header <= piece.begin <= piece.end <= file.size
+                if not inside or not _HASH.fullmatch(piece.sha256):
+                    raise ValueError(f"{key!r} has data outside of {piece.file!r}")
+                at = piece.last
+            if at != prod(leaf.shape):
+                raise ValueError(f"{key!r} has {at} of {prod(leaf.shape)} elements")
 
     # ---- the files ----
     def check_file(self, folder: Path, name: str) -> None:

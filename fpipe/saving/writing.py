@@ -245,8 +245,7 @@ class _Job:
             for key, (dtype, shape, host, _) in sorted(facts.pop("leaves").items())
         }
         manifest = Manifest(leaves=leaves, files=files, **facts)
-        for key, leaf in leaves.items():
-            manifest.check_leaf(key, leaf)
+        manifest.check()
         flush_folder(self.folder)
         manifest.write(self.folder)
         for path in lists:

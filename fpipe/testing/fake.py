@@ -213,7 +213,10 @@ class FakeGroup(Group):
 
         in_time = world.pause(me, lambda: self._differs() or ready() or gone(), what)
         if self._differs():
-            raise self._disagreement()
+            by_rank = {rank: facts() for rank, (_, facts) in sorted(self._announced.items())}
+            error = disagreement(by_rank, range(self.size))
+            self._refused = isinstance(error, PeerError)
+            raise error
         if ready():
             return
         waited = f"rank {self.rank}{at(world.ranks[me].note)} waited {what}"
@@ -233,16 +236,15 @@ class FakeGroup(Group):
     def enter(self, digest: int, facts: Callable[[], Facts]) -> int:
         """Announce the next call to all ranks at once."""
         self._enter("enter")
-        self._leave()
         return self._announce(digest, facts)
 
     def refuse(self, error: BaseException) -> None:
         """Announce that this rank refuses the next call."""
-        self._leave()
         self._announce(-1, partial(refusing, error))
         self._refused = True
 
     def _announce(self, digest: int, facts: Callable[[], Facts]) -> int:
+        self._leave()
         self._call += 1
         self._announced = self._network.announced[self._call]
         self._announced[self.rank] = digest, facts
@@ -264,12 +266,6 @@ class FakeGroup(Group):
 
     def _differs(self) -> bool:
         return len({digest for digest, _ in self._announced.values()}) > 1
-
-    def _disagreement(self) -> GroupError:
-        by_rank = {rank: facts() for rank, (_, facts) in sorted(self._announced.items())}
-        error = disagreement(by_rank, range(self.size))
-        self._refused = isinstance(error, PeerError)
-        return error
 
     # ---- messages ----
     def _channel(self, src: int, dst: int) -> _Channel:

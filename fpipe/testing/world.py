@@ -149,7 +149,14 @@ class World:
         if self._given_up:
             return
         while alive := [state for state in self.ranks if state.outcome is None]:
-            able = list(filter(self._can_run, alive))
+            able = [
+                state
+                for state in alive
+                if self.stuck
+                or state.waiting is None
+                or state.waiting.ready()
+                or self.clock >= state.waiting.deadline
+            ]
             if able:
                 state = self.random.choice(able)
                 self._turns += 1
@@ -158,12 +165,6 @@ class World:
                 return
             self._jump(alive)
         self._over.set()
-
-    def _can_run(self, state: RankState) -> bool:
-        waiting = state.waiting
-        if self.stuck or waiting is None:
-            return True
-        return waiting.ready() or self.clock >= waiting.deadline
 
     def _jump(self, alive: list[RankState]) -> None:
         """Advance the clock to the next arrival or time-out; all are stuck if no message is under

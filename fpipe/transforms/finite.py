@@ -19,7 +19,7 @@ from ..errors import TransformError, checked
 from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, board_device, check_whole, copies_of
 from .leaves import count, map_kinds, places, scaled
-from .transform import Params, State, Transform, Updates
+from .transform import State, Transform, Updates
 
 
 class SkipState(NamedTuple):
@@ -84,7 +84,7 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     """
     over = as_over(over)
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+    def update(grads, state, params=None) -> tuple[Updates, State]:
         if all_finite(grads, over):
             return grads, SkipState(state.skipped, torch.zeros_like(state.in_a_row))
         return None, SkipState(state.skipped + 1, state.in_a_row + 1)
@@ -136,7 +136,7 @@ def dynamic_loss_scale(
 
     over = as_over(over)
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+    def update(grads, state, params=None) -> tuple[Updates, State]:
         scale = state.scale
         zero = torch.zeros_like(state.good)
         if not all_finite(grads, over):

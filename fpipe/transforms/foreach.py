@@ -109,7 +109,7 @@ def fused_adamw(
     ``columns`` are those from before, each with whether its memory may be written. The kernel walks
     memory, so it runs on contiguous tensors of one dtype.
     """
-    ps, ms, vs = work = [_contiguous(xs, given) for xs, given in columns]
+    ps, ms, vs = [_contiguous(*column) for column in columns]
     torch._fused_adamw_(
         ps,
         [g.contiguous() for g in gs],
@@ -127,26 +127,24 @@ def fused_adamw(
     )
     # the kernel does not count its writes, by which checks see that a tensor was changed
     torch.autograd.graph.increment_version(ps + ms + vs)
-    return tuple(map(_in_place_of, work, columns))
+    return tuple(
+        _as_before(written, *column) for written, column in zip((ps, ms, vs), columns, strict=True)
+    )
 
 
 def _contiguous(xs: Tensors, given: bool) -> Tensors:
     """Contiguous tensors to write: those of ``xs`` that are given and contiguous, and copies of all
     others.
     """
-    contiguous = [x.is_contiguous() for x in xs]
-    if not given and all(contiguous):
+    if not given and all(x.is_contiguous() for x in xs):
         return list(torch._foreach_mul(xs, xs[0].new_ones(())))  # allocates faster than clone
-    pairs = zip(xs, contiguous, strict=True)
     plain = torch.contiguous_format
-    return [x if given and is_plain else x.clone(memory_format=plain) for x, is_plain in pairs]
+    return [x if given and x.is_contiguous() else x.clone(memory_format=plain) for x in xs]
 
 
-def _in_place_of(written: Tensors, column: tuple[Tensors, bool]) -> Tensors:
+def _as_before(written: Tensors, xs: Tensors, given: bool) -> Tensors:
     """What was written, with the strides of the tensors from before, or in their memory."""
-    after = []
-    for new, old in zip(written, column[0], strict=True):
-        if not old.is_contiguous():
-            new = (old if column[1] else torch.empty_like(old)).copy_(new)
-        after.append(new)
-    return after
+    return [
+        new if old.is_contiguous() else (old if given else torch.empty_like(old)).copy_(new)
+        for new, old in zip(written, xs, strict=True)
+    ]

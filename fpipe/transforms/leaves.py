@@ -269,8 +269,8 @@ def _by_name(labels: Mapping[str, object], tree: Tree) -> Tree:
     A pattern that matches no leaf is a mistake, unless it may match one of a stage on another
     process.
     """
-    every = names(tree)
-    spec = optree.tree_structure(tree, namespace=NAMESPACE)
+    at = places(tree)
+    every = at.names(range(len(at.leaves)))
     column: Column = []
     for name in every:
         fitting = [label for pattern, label in labels.items() if matches(name, [pattern])]
@@ -280,15 +280,13 @@ def _by_name(labels: Mapping[str, object], tree: Tree) -> Tree:
                 "rest"
             )
         column.append(fitting[0])
-    if unmatched(labels, every):
-        missing = places(tree).missing()
-        fault = unmatched(labels, every, missing)
-        if fault and (every or missing):
-            raise TransformError(
-                f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
-                "'*.bias'"
-            )
-    return optree.tree_unflatten(spec, column)
+    fault = unmatched(labels, every) and unmatched(labels, every, at.missing())
+    if fault and at.spec.num_leaves:
+        raise TransformError(
+            f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or "
+            "'*.bias'"
+        )
+    return at.tree(column)
 
 
 def _spread(labels: Tree, tree: Tree) -> Tree:

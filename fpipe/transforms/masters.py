@@ -7,6 +7,7 @@ This module must not know ranks or optimizers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..devices import wide
 from ..errors import checked
 from ..tree import tree_map
-from .leaves import Column, scaled
+from .leaves import scaled
 from .transform import Params, Pass, State, Transform, added, one_pass, run, weights_of
 
 #: Dtypes of parameters that get a copy.
@@ -84,8 +85,13 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         if tree is None:
             return None, MasterState(state.master, after)
         column = at.column(tree, "the updates")
-        if how is None:
-            column, copies = _exact(column, before, copies, donate)
+        if how is None:  # updates after which each parameter is its new copy, rounded
+            new = [i for i, half in enumerate(halves) if half and column[i] is not None]
+            sums = added([copies[i] for i in new], [column[i] for i in new], donate)
+            for i, copy in zip(new, sums, strict=True):
+                exact = wide(copy.device)
+                column[i] = rounded(copy, before[i]).to(exact) - before[i].to(exact)
+                copies[i] = copy
         else:
             copies = [x if half else None for x, half in zip(column, halves, strict=True)]
             column = [
@@ -96,20 +102,8 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
         return at.tree(column, None if how is None else params), masters
 
     rate = inner.rate
-    return one_pass(init, body, None if rate is None else lambda state: rate(state.inner))
-
-
-def _exact(updates: Column, before: Column, copies: Column, donate: bool) -> tuple[Column, Column]:
-    """Updates after which each parameter is its new copy, rounded; and the new copies."""
-    us = list(updates)
-    new = list(copies)
-    chosen = [i for i, copy in enumerate(copies) if copy is not None and us[i] is not None]
-    sums = added([copies[i] for i in chosen], [us[i] for i in chosen], donate)
-    for i, copy in zip(chosen, sums, strict=True):
-        exact = wide(copy.device)
-        us[i] = rounded(copy, before[i]).to(exact) - before[i].to(exact)
-        new[i] = copy
-    return us, new
+    made = one_pass(init, body)
+    return made if rate is None else replace(made, rate=lambda state: rate(state.inner))
 
 
 def rounded(copy: Tensor, like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..collectives.group import Group
 from ..devices import wide
 from ..errors import TransformError, checked
-from ..tree import Tree, matches, names, unmatched
+from ..tree import Tree, is_floating, matches, names, unmatched
 from . import foreach as F
 from .boards import (
     EVERY_LEAF,
@@ -80,18 +80,13 @@ class _Norm(NamedTuple):
         # its leaves
         norm = self.joined(others).to(wide(self.device))
         if math.isinf(self.p):
-            norm = _largest(norm, group)
+            is_nan = norm.isnan()  # the maximum of a backend loses it
+            both = torch.stack([norm.masked_fill(is_nan, 0.0), is_nan.to(norm.dtype)])
+            largest, any_nan = group.all_reduce(both, "max")
+            norm = largest.masked_fill(any_nan > 0, math.nan)
         else:
             norm = group.all_reduce(norm.pow(self.p), "sum").pow(1 / self.p)
         return self.joined([self.joined(alike), norm]) if alike else norm
-
-
-def _largest(norm: Tensor, group: Group) -> Tensor:
-    """The largest of the norms of all processes, and NaN where one is: backends lose it."""
-    is_nan = norm.isnan()
-    both = torch.stack([norm.masked_fill(is_nan, 0.0), is_nan.to(norm.dtype)])
-    largest, any_nan = group.all_reduce(both, "max")
-    return largest.masked_fill(any_nan > 0, math.nan)
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:
@@ -146,7 +141,7 @@ def global_norm(
     4.0
     """
     over = _checked(over, p)
-    groups = tied if tied is not None else over.tied if over is not None else ()
+    groups = getattr(over, "tied", ()) if tied is None else tied
     repeated = {name for group in groups for name in tuple(group)[1:]}
     check_whole(tree, over)
     if repeated:
@@ -168,7 +163,13 @@ def global_norm(
             alone = [part if stage == s else None for s in range(len(tree))]
         shared = group
         leaves = places(alone).leaves
-        _check_floating(leaves)
+        for leaf in leaves:
+            if not is_floating(leaf):  # as the count of steps of a state
+                raise TransformError(
+                    f"the gradients have a leaf of {leaf.dtype} of shape {list(leaf.shape)}, and a "
+                    "norm needs floating ones; pass gradients first, as in tx.update(grads, state, "
+                    "params)"
+                )
         if gathers:
             whole = places(over.unshard(alone)).leaves  # type: ignore[union-attr]
             # a leaf is not gathered where it differs by copy or is beside a frozen one
@@ -185,17 +186,6 @@ def global_norm(
             differ = [matches(name, differing) for _, name in chosen]
             norms[stage] = norm.over(shared, found, differ)
     return torch.linalg.vector_norm(by_stage(tree, over, norms), p)
-
-
-def _check_floating(leaves: list[Tensor]) -> None:
-    """Raise TransformError for a leaf that has no norm, as the count of steps of a state."""
-    for leaf in leaves:
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise TransformError(
-                f"the gradients have a leaf of {leaf.dtype} of shape {list(leaf.shape)}, and a "
-                "norm needs floating ones; pass gradients first, as in tx.update(grads, state, "
-                "params)"
-            )
 
 
 def _checked(over: Over | None, p: float) -> Over | None:

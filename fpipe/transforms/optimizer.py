@@ -147,8 +147,11 @@ def optimizer(
         states = (at.tree(new, tree) for new, tree in zip(after[1:], trees, strict=True))
         return at.tree(after[0], None if how is None else params), state_type(number, *states)
 
-    made = one_pass(init, body, lambda state: rate_at(lr, state.step))
-    return replace(made, name=f"fpipe.{name}({shown(lr)})")
+    return replace(
+        one_pass(init, body),
+        rate=lambda state: rate_at(lr, state.step),
+        name=f"fpipe.{name}({shown(lr)})",
+    )
 
 
 def _blocks(leaves: Column, decays: list[bool], size: float) -> list[Hashable]:

@@ -158,19 +158,18 @@ def run(
     return apply_updates(params, updates, donate=how.donate), state
 
 
-def both_ways(init: Init, run: Run, rate: RateOf | None = None) -> Transform:
+def both_ways(init: Init, run: Run) -> Transform:
     """A transform whose update and step are one function."""
 
     def update(grads, state, params=None):
         return run(grads, state, params, None)
 
-    return Transform(init, update, run=run, rate=rate)
+    return Transform(init, update, run=run)
 
 
 def one_pass(
     init: Init,
     body: Callable[[Places, State, Params, Pass | None], tuple[Tree, State]],
-    rate: RateOf | None = None,
 ) -> Transform:
     """As :func:`both_ways`, from a function of the places of the gradients.
 
@@ -185,7 +184,7 @@ def one_pass(
             updates, state = body(places(times(grads, how.factor)), state, params, None)
             return apply_updates(params, updates, donate=how.donate), state
 
-    return both_ways(init, call, rate)
+    return both_ways(init, call)
 
 
 def times(grads: Updates, factor: Tensor | None) -> Updates:
@@ -208,7 +207,7 @@ def leafwise(
     requires a gradient.
     """
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+    def update(grads, state, params=None):
         at = places(grads)
         with recording(at.leaves, inputs):
             leaves, state = step(at, state, params)
@@ -291,12 +290,12 @@ def chain(*transforms: Transform) -> Transform:
             after.append(part)
         return times(grads, factor) if how is None else params, tuple(after)
 
-    name = f"fpipe.chain({', '.join(map(repr, transforms))})"
+    made = replace(both_ways(init, call), name=f"fpipe.chain({', '.join(map(repr, transforms))})")
     rates = [(index, tx.rate) for index, tx in enumerate(transforms) if tx.rate is not None]
     if len(rates) != 1:
-        return replace(both_ways(init, call), name=name)
+        return made
     ((place, rate),) = rates
-    return replace(both_ways(init, call, lambda state: rate(state[place])), name=name)
+    return replace(made, rate=lambda state: rate(state[place]))
 
 
 def shown(value: object) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from .. import huggingface
 Options = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """A model as stages, with what exports need to know of it.
 
     ``aliases`` are other names of a tied parameter by its first name. ``scaling`` is the factor of

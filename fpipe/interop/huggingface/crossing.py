@@ -32,11 +32,6 @@ class Flow(NamedTuple):
     sides: tuple[str, ...]  #: names of side inputs
     keywords: Mapping[str, bool]  #: further arguments
 
-    def used(self, first: int, stop: int) -> Labels:
-        """Return what calls depend on; if the last is among them, the result too."""
-        final = self.uses if stop == len(self.visits) else NONE
-        return final.union(*(visit.uses for visit in self.visits[first:stop]))
-
 
 def flow_of(
     model: nn.Module,
@@ -98,8 +93,9 @@ def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
     drawn = set[Value]()
     sends = tuple[Value, ...]()
     stop = len(flow.visits)
+    final = flow.uses  # of the last part: the result is in it
     for first in [*reversed(bounds), 0]:
-        used = flow.used(first, stop)
+        used = final.union(*(visit.uses for visit in flow.visits[first:stop]))
         draws = {value for value in used if value.call == RANDOM}
         if not drawn.isdisjoint(draws):
             raise StageError(
@@ -112,6 +108,7 @@ def parts_of(model: nn.Module, flow: Flow, bounds: Sequence[int]) -> list[Part]:
         parts.append(Part(first, stop, receives, sends))
         sends = receives
         stop = first
+        final = NONE
     return parts[::-1]
 
 

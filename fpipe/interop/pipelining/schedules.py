@@ -115,10 +115,6 @@ class _PipelineSchedule:
             )
         return schedule
 
-    def _validate_and_set_stage_mapping(self, actions: Order) -> None:
-        """Take an order as it is in memory, by rank."""
-        self.take_schedule(orders.schedule_of(actions))
-
     # ---- steps ----
     def step(
         self,
@@ -202,7 +198,6 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
     def __init__(self, stage: PipelineStage, n_microbatches: int, *args: Any, **kwargs: Any):
         super().__init__([stage], n_microbatches, *args, **kwargs)
-        self._stage = stage
 
 
 class PipelineScheduleMulti(_PipelineSchedule):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LRScheduler
 
 from ... import Microbatches, Pipeline, adopt, copies, make_schedule, pipeline, value_and_grad
 from ...errors import ScheduleError, StageError, UnsupportedError
@@ -25,7 +25,6 @@ from .._rl import models
 from .._rl.sequences import Tokens, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
-from .learning_rates import scheduler_of
 from .losses import CURRENT, Batch, Loss, asked, like
 
 base = import_module("verl.workers.engine.base")
@@ -33,6 +32,7 @@ engines = import_module("verl.workers.engine.utils")
 tensordicts = import_module("verl.utils.tensordict_utils")
 devices = import_module("verl.utils.device")
 optimizers = import_module("verl.workers.config.optimizer")
+functional = import_module("verl.utils.torch_functional")
 
 #: The folder of a checkpoint of fpipe in one of verl.
 FOLDER = "fpipe"
@@ -115,7 +115,7 @@ class FpipeEngine(base.BaseEngine):
         else:
             parts = self.pipe.shard(self.pipe.place(self.cut.params))
         self.weights = Weights(self.pipe, parts, DTYPES[config.dtype])
-        self.cut = replace(self.cut, params=[])
+        self.cut = self.cut._replace(params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps = 0
         self.adapted = True
@@ -124,7 +124,7 @@ class FpipeEngine(base.BaseEngine):
         if not config.forward_only:
             optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
             self.optimizer = optimizer
-            self.scheduler = scheduler_of(optimizer, self.optimizer_config)
+            self.scheduler = _scheduler_of(optimizer, self.optimizer_config)
         self._offload()
 
     def _offload(self) -> None:
@@ -343,7 +343,7 @@ class FpipeEngine(base.BaseEngine):
 
     # ---- weights ----
     def get_per_tensor_param(
-        self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: object
+        self, **keywords: object
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Return all parameters by their names in the model, whole and in one order on all ranks,
         with the adapters added to them.
@@ -422,3 +422,26 @@ class FpipeValueEngine(FpipeEngine):
     """The engine for models with one value for each token."""
 
     values = True
+
+
+def _scheduler_of(optimizer: torch.optim.Optimizer, config: Any) -> LRScheduler:
+    """verl's learning rate scheduler for an optimizer, from its configuration."""
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps
+    if warmup is None or warmup <= 0:
+        warmup = int(config.lr_warmup_steps_ratio * total)
+    kind = config.get("lr_scheduler_type", "constant")
+    if kind == "constant":
+        return functional.get_constant_schedule_with_warmup(
+            optimizer=optimizer, num_warmup_steps=warmup
+        )
+    if kind == "cosine":
+        return functional.get_cosine_schedule_with_warmup(
+            optimizer=optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=total,
+            min_lr_ratio=config.min_lr_ratio,
+            num_cycles=config.num_cycles,
+            zero_indexed_step=config.zero_indexed_step,
+        )
+    raise UnsupportedError(f"optim.lr_scheduler_type={kind!r}; give 'constant' or 'cosine'")

@@ -14,7 +14,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ... import Costs, Placement, Schedule, make_schedule
 from ...actions import as_costs, number, unfused
@@ -162,20 +162,6 @@ def descends(schedule: Schedule) -> bool:
     return False
 
 
-class Plans(Protocol):
-    """What is read of the plans of a schedule."""
-
-    @property
-    def figures(self) -> Figures:
-        """What programs are expected to take."""
-        ...
-
-    @property
-    def peak(self) -> Mapping[int, int]:
-        """The most bytes that a rank holds."""
-        ...
-
-
 @dataclass(frozen=True)
 class Automatic:
     """A schedule that is to be chosen; see :func:`auto`."""
@@ -292,14 +278,14 @@ class Auto:
     def estimated(
         self,
         microbatches: int,
-        plans_of: Callable[[Schedule], Plans],
+        plans_of: Callable[[Schedule], Any],
         run: Schedule,
         latency: float,
     ) -> Schedule:
         """Choose from what the programs of all stages are expected to take. Collective.
 
-        ``run`` is a schedule with the same placement, ``plans_of`` returns the plans of one, and
-        ``latency`` is that of a message, in microseconds.
+        ``run`` is a schedule with the same placement, ``plans_of`` returns ``pipe.plan`` of one,
+        and ``latency`` is that of a message, in microseconds.
         What plans hold beside activations depends on the schedule, so the plans of what is chosen
         are checked. Where they exceed the memory, the choice is made again with as much less.
         """
@@ -326,7 +312,7 @@ class Auto:
             rule="memory",
         )
 
-    def _peaks(self, plans: Plans) -> Mapping[int, int]:
+    def _peaks(self, plans: Any) -> Mapping[int, int]:
         """The peaks of memory of all ranks."""
         return ChainMap(*self.group.gather_objects(plans.peak))
 

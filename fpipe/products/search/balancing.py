@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from math import inf
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from ... import Costs, Schedule, Timeline
@@ -36,11 +37,16 @@ class Balance:
     what the simulator says of both. ``str()`` shows them side by side.
     """
 
-    cuts: tuple[Any, ...]
-    starts: Starts
+    names: tuple[Any, ...]
     items: tuple[float, ...]
-    even: Starts
     schedule: Schedule
+    even: Starts
+    starts: Starts
+
+    @property
+    def cuts(self) -> tuple[Any, ...]:
+        """The names of the items that begin stages 1, 2, ..."""
+        return tuple(self.names[start] for start in self.starts[1:])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,17 +56,23 @@ class Balance:
     @property
     def costs(self) -> tuple[float, ...]:
         """What each stage costs."""
-        return _sums(self.items, self.starts)
+        bounds = pairwise((*self.starts, len(self.items)))
+        return tuple(float(sum(self.items[lo:hi])) for lo, hi in bounds)
 
     @cached_property
     def timeline(self) -> Timeline:
         """The proposal in the simulator, backward at twice the forward."""
-        return _simulate(self.schedule, self.costs)
+        return self.schedule.simulate(Costs(F=self.costs, I=self.costs, W=self.costs))
 
     @cached_property
     def even_timeline(self) -> Timeline:
         """The equal counts in the simulator."""
-        return _simulate(self.schedule, _sums(self.items, self.even))
+        return replace(self, starts=self.even).timeline
+
+    @property
+    def _score(self) -> tuple[float, float]:
+        """What is less in a better proposal: the time of a step, then how uneven stages are."""
+        return self.timeline.total, sum(cost * cost for cost in self.costs)
 
     @property
     def gain(self) -> float:
@@ -125,10 +137,10 @@ def balance(
     if len(items) < count:
         remedy = "give finer items, or fewer ranks or stages a rank"
         raise StageError(f"{len(items)} items cannot fill {count} stages; {remedy}")
-    even = tuple(len(items) * s // count for s in range(count))
-    best = min((spread(items, count), even), key=lambda starts: _score(schedule, items, starts))
-    best = _climb(schedule, items, best)
-    return Balance(tuple(names[start] for start in best[1:]), best, items, even, schedule)
+    starts = tuple(len(items) * s // count for s in range(count))
+    even = Balance(names, items, schedule, starts, starts)
+    spread_out = replace(even, starts=spread(items, count))
+    return _climb(min(spread_out, even, key=attrgetter("_score")))
 
 
 def spread(costs: Sequence[float], parts: int) -> Starts:
@@ -206,38 +218,22 @@ def _cost(name: object, item: object) -> float:
     return float(cost)
 
 
-def _sums(items: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:
-    return tuple(float(sum(items[lo:hi])) for lo, hi in pairwise((*starts, len(items))))
-
-
-def _simulate(schedule: Schedule, costs: Sequence[float]) -> Timeline:
-    return schedule.simulate(Costs(F=costs, I=costs, W=costs))
-
-
-def _score(
-    schedule: Schedule, items: Sequence[float], starts: Sequence[int]
-) -> tuple[float, float]:
-    costs = _sums(items, starts)
-    return _simulate(schedule, costs).total, sum(cost * cost for cost in costs)
-
-
-def _climb(schedule: Schedule, items: Sequence[float], starts: Starts) -> Starts:
+def _climb(best: Balance) -> Balance:
     """Move single cuts by one while that makes the step shorter."""
-    tries = _BUDGET // max(sum(map(len, schedule.rows)), 1)
-    score = _score(schedule, items, starts)
+    tries = _BUDGET // max(sum(map(len, best.schedule.rows)), 1)
     improved = True
     while improved:
         improved = False
-        for index, by in product(range(1, len(starts)), (-1, 1)):
-            moved = (*starts[:index], starts[index] + by, *starts[index + 1 :])
-            if any(lo >= hi for lo, hi in pairwise((*moved, len(items)))):
+        for index, by in product(range(1, len(best.starts)), (-1, 1)):
+            starts = list(best.starts)
+            starts[index] += by
+            moved = replace(best, starts=tuple(starts))
+            if min(moved.sizes) < 1:
                 continue
             if tries <= 0:
-                return starts
+                return best
             tries -= 1
-            tried = _score(schedule, items, moved)
-            if tried < score:
-                score = tried
-                starts = moved
+            if moved._score < best._score:
+                best = moved
                 improved = True
-    return starts
+    return best

@@ -74,20 +74,14 @@ def _exchanged(packed: list[list[int]], costs: Sequence[float]) -> list[list[int
         one, or for none.
         """
         half = (total(dear) - total(cheap)) / 2
-        exchanges: list[tuple[int, int | None]] = list(product(dear, cheap))
+        backs: list[tuple[int, ...]] = [(index,) for index in cheap]
+        exchanges = list(product(dear, backs))
         if len(dear) > 1:
-            exchanges += product(dear, [None])
-
-        def left(exchange: tuple[int, int | None]) -> float:
-            """How much of the difference is left."""
-            out, into = exchange
-            return abs(half - costs[out] + (0.0 if into is None else costs[into]))
-
-        out, into = min(exchanges, key=left)
-        back = [] if into is None else [into]
+            exchanges += product(dear, [()])
+        out, back = min(exchanges, key=lambda one: abs(half - costs[one[0]] + total(one[1])))
         return (
             [*(index for index in dear if index != out), *back],
-            [*(index for index in cheap if index != into), out],
+            [*(index for index in cheap if index not in back), out],
         )
 
     for _ in range(ROUNDS):

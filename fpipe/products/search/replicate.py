@@ -28,8 +28,8 @@ from .problem import ALMOST
 
 #: The schedules that are tried.
 NAMES = ("1F1B", "ZB1P", "Eager1F1B", "ZB2P")
-#: By number of ranks: how many stages they hold, and the groups from stage i to j.
-_Groups: TypeAlias = dict[int, tuple[int, tuple[tuple[int, int], ...]]]
+#: By number of ranks: how many stages they hold, and the groups from stage i to j on k ranks.
+_Groups: TypeAlias = dict[int, tuple[int, tuple[tuple[int, int, int], ...]]]
 
 
 class Partition(NamedTuple):
@@ -70,43 +70,38 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
 
     def within(load: float) -> _Groups:
         """By number of ranks within a load, up to ``ranks``: the fewest stages that ranks hold,
-        each counted as often as it is held, and the groups from stage i to j.
+        each counted as often as it is held, and the groups from stage i to j on k ranks.
         """
         best: list[_Groups] = [{0: (0, ())}]
         for j in range(1, len(sums)):
             here: _Groups = {}
             for i, before in enumerate(best):
-                k = _ranks(sums[j] - sums[i], microbatches, load * ALMOST)
+                time = sums[j] - sums[i]
+                # the microbatches that a rank can take
+                share = int(load * ALMOST / time) if time > 0 else microbatches
+                if not share:
+                    continue
+                k = ceil(microbatches / share)
                 for used, (held, cuts) in before.items():
-                    total = used + k
-                    if total <= ranks:
-                        other = here.get(total)
-                        if other is None or held + (j - i) * k < other[0]:
-                            here[total] = held + (j - i) * k, (*cuts, (i, j))
+                    if used + k <= ranks:
+                        found = held + (j - i) * k, (*cuts, (i, j, k))
+                        here[used + k] = min(here.get(used + k, found), found, key=itemgetter(0))
             best.append(here)
         return best[-1]
 
     load = loads[bisect_left(loads, True, key=lambda load: bool(within(load)))]
     _, cuts = min(within(load).values())
-    copies = [_ranks(sums[j] - sums[i], microbatches, load * ALMOST) for i, j in cuts]
+    copies = [k for *_, k in cuts]
 
     def load_of(group: int) -> float:
-        i, j = cuts[group]
+        i, j, _ = cuts[group]
         return ceil(microbatches / copies[group]) * (sums[j] - sums[i])
 
     groups = range(len(cuts))
     for _ in range(ranks - sum(copies)):  # each rank that is left goes to the group that works most
         copies[max(groups, key=load_of)] += 1
-    stages = tuple(tuple(range(i, j)) for i, j in cuts)
+    stages = tuple(tuple(range(i, j)) for i, j, _ in cuts)
     return Partition(stages, tuple(copies), max(map(load_of, groups)))
-
-
-def _ranks(work: float, microbatches: int, load: float) -> int:
-    """The fewest ranks for this work within a load; many more than there are: none suffice."""
-    if work <= 0:
-        return 1
-    share = int(load / work)  # microbatches that a rank can take
-    return ceil(microbatches / share) if share else 1 << 62
 
 
 def solve_replicated(

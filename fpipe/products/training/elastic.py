@@ -248,7 +248,7 @@ class Members:
 
     def _lost(self, error: Exception) -> None:
         """Let the other members notice at once that this one misses a member."""
-        self._peers = self._peers.closed()
+        self._peers = self._peers._replace(gloo=None)
         self._manager.report_error(RuntimeError(str(error)))  # a traceback refers to the peers
 
     # ---- what torchft calls ----
@@ -280,7 +280,7 @@ class Members:
 
     def shutdown(self, wait: bool = True) -> None:
         """Close the connections."""
-        self._peers = self._peers.closed()
+        self._peers = self._peers._replace(gloo=None)
 
 
 def import_torchft(name: str = "torchft") -> Any:

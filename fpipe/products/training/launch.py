@@ -123,10 +123,11 @@ def _collected(children: Sequence[_Child], timeout: float | None) -> dict[int, R
     """
     deadline = inf if timeout is None else time.monotonic() + timeout
     reports = {}
-    while len(reports) < len(children) and (left := deadline - time.monotonic()) > 0:
-        pending = [rank for rank in range(len(children)) if rank not in reports]
-        ready = wait([children[rank].pipe for rank in pending], min(left, _LOOK))
-        for rank in (rank for rank in pending if children[rank].pipe in ready):
+    pending = {child.pipe: rank for rank, child in enumerate(children)}
+    while pending and (left := deadline - time.monotonic()) > 0:
+        ready = wait(pending, min(left, _LOOK))
+        for pipe in [pipe for pipe in pending if pipe in ready]:
+            rank = pending.pop(pipe)
             reports[rank] = children[rank].read(rank)
             if reports[rank].failure:
                 deadline = min(deadline, time.monotonic() + GRACE)

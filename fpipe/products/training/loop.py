@@ -317,13 +317,13 @@ class Loop:
             raise BatchError(f"steps={steps!r}; give the number of steps in all, 0 or more")
         with _signalled() as signals:
             now = self._load(params, batch)
-            if self.elastic is None or now.step >= steps:
-                now = self._train(now, batch, steps, signals, None)
-            else:
+            members = None
+            if self.elastic is not None and now.step < steps:
                 members = Members(self.elastic, self.pipe.group)
-                try:
-                    now = self._train(now, batch, steps, signals, members)
-                finally:
+            try:
+                now = self._train(now, batch, steps, signals, members)
+            finally:
+                if members is not None:
                     members.leave()
         if signals:
             signal.raise_signal(signals[0])

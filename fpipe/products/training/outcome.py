@@ -83,14 +83,13 @@ def results(reports: Mapping[int, Report], ranks: int, timeout: float | None) ->
     lost peer.
     """
 
-    def order(rank: int) -> tuple[bool, bool, float]:
-        report = reports[rank]
+    def order(report: Report) -> tuple[bool, bool, float]:
         is_consequence = isinstance(report.value, (PeerError, StalledError))
         return not report.ended, is_consequence, report.when
 
-    failures = [rank for rank, report in reports.items() if report.failure]
+    failures = [report for report in reports.values() if report.failure]
     if failures:
-        first = reports[min(failures, key=order)]
+        first = min(failures, key=order)
         error = LaunchError(first.failure)
         if isinstance(first.value, BaseException):
             raise first.value from error

@@ -32,7 +32,8 @@ class Peers(NamedTuple):
     """The process of each member that holds this part of the pipeline.
 
     ``copies`` are the numbers of the members, and ``quorum`` is the number of this set of members.
-    They wait for each other's messages for ``timeout``.
+    They wait for each other's messages for ``timeout``. Gloo closes connections when nothing refers
+    to it, not when told to abort; then the others notice at once.
     """
 
     copies: tuple[int, ...] = ()
@@ -58,12 +59,6 @@ class Peers(NamedTuple):
         store = create_store_client(address, PROMPT)
         gloo = _DIST.ProcessGroupGloo(store, rank, len(copies), PROMPT)
         return cls(copies, quorum, timedelta(seconds=timeout), gloo)
-
-    def closed(self) -> Peers:
-        """Without connections. Gloo closes them when nothing refers to it, not when told to abort;
-        then the others notice at once.
-        """
-        return self._replace(gloo=None)
 
     # ---- all members ----
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
