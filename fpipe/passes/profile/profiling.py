@@ -31,8 +31,7 @@ from ...actions.timeline import Timeline
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
-from ...programs.cache import measured
-from ...programs.spent import Spent
+from ...programs.cache import Spent, measured
 from ...schedule import Schedule
 from ...tree import Tree
 from .costing import ABOUT, MEANINGS, costs, in_ms, late, length, shares, table_in_ms, timeline
