@@ -18,7 +18,7 @@ from torch import Tensor
 from ..actions.text import counted
 from ..collectives.group import Group
 from ..errors import BatchError, StageError
-from ..programs.spent import Spent
+from ..programs.cache import Spent
 from ..schedule import Schedule
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from ..actions.product import load_pass
 from ..errors import BatchError
-from ..programs.cache import measured
-from ..programs.spent import Spent
+from ..programs.cache import Spent, measured
 from . import mistakes
 from .arguments import Call
 from .config import Config

@@ -24,8 +24,7 @@ from ..engine.prepare import lowering_jobs, trace_stages
 from ..lowering.builder import lower
 from ..lowering.instructions import Recv, Send
 from ..lowering.plan import Plan
-from ..programs.cache import measured, timed
-from ..programs.spent import Spent
+from ..programs.cache import Spent, measured, timed
 from ..tree import Tree
 from .copies.sharding import Shares
 

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeAlias
+from dataclasses import astuple, dataclass
+from operator import add
+from typing import Any, Literal, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,7 +26,6 @@ from ..stage import Stage
 from .internals import exclusive, surroundings
 from .program import Programs
 from .signature import Signature
-from .spent import Part, Spent
 from .tracing import traced
 
 #: How many traces of one function are cached; the oldest is dropped.
@@ -151,6 +152,38 @@ def _traces_of(fn: Callable[..., object]) -> Traces:
 
 
 # ---- how long preparations take ----
+Part: TypeAlias = Literal["tracing", "lowering", "handshakes"]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of each part of a preparation, and how many traces were taken.
+
+    >>> print(Spent(tracing=1.25, traces=3) + Spent(lowering=0.5))
+    tracing 1.25 s (3 traces), lowering 0.50 s, handshakes 0.00 s
+    """
+
+    tracing: float = 0.0
+    lowering: float = 0.0
+    handshakes: float = 0.0
+    traces: int = 0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*map(add, astuple(self), astuple(other)))
+
+    def __str__(self) -> str:
+        traces = f"{self.traces} trace{'' if self.traces == 1 else 's'}"
+        return (
+            f"tracing {self.tracing:.2f} s ({traces}), lowering {self.lowering:.2f} s, "
+            f"handshakes {self.handshakes:.2f} s"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.tracing + self.lowering + self.handshakes
+
+
 _PARTS: ContextVar[list[Spent] | None] = ContextVar("PARTS", default=None)
 
 

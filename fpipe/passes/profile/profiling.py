@@ -33,8 +33,7 @@ from ...devices import cores
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
-from ...programs.cache import measured
-from ...programs.spent import Spent
+from ...programs.cache import Spent, measured
 from ...schedule import Schedule
 from ...tree import Tree
 from .costing import (
