@@ -37,12 +37,8 @@ def without_writes(graph: fx.GraphModule, flat: Sequence[Tensor]) -> fx.GraphMod
     if not left:
         return graph
     # Run node by node, the graph passes annotations on to the nodes recorded from them.
-    if any("custom" in node.meta for node in graph.graph.nodes):
-
-        def again(*args):
-            return fx.Interpreter(graph).run(*args)
-    else:
-        again = graph
+    annotated = any("custom" in node.meta for node in graph.graph.nodes)
+    again = fx.Interpreter(graph).run if annotated else graph
     functional = torch.func.functionalize(again, remove="mutations")
     with torch.no_grad(), preserve_node_meta():
         return make_fx(functional, _allow_non_fake_inputs=True)(*(t.detach() for t in flat))

@@ -100,9 +100,9 @@ class Graph:
         for tensor, before, m in zip(tensors, self.fixed, moved, strict=True):
             needed = m or self.times >= TIMES or tensor.device != self.device
             if before is None and needed:
-                size = tensor.shape
-                stride = tensor.stride()
-                before = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
+                before = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+                )
             fixed.append(before)
         graph = replace(self, fixed=tuple(fixed), recorded=None, times=self.times + 1)
         graph._copy(tensors)
