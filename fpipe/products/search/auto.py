@@ -11,7 +11,7 @@ others get what it chose: the solver's schedule, or the best of those with a nam
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -98,7 +98,13 @@ def choose(
     limit = limits(memory, ranks)
     schedules: list[tuple[str, Schedule]] = []
     bounds: list[Bound] = []
-    for kind in _kinds(placement, ranks, stages, replicate):
+    several = placement is not None and placement.replicated
+    kinds: list[Kind | Placement] = []
+    if not several and not (replicate and stages % ranks):
+        kinds.append(placement or "any")
+    if several or (replicate and placement is None):
+        kinds.append("replicated")
+    for kind in kinds:
         try:
             solved = solve(
                 costs,
@@ -132,20 +138,6 @@ def choose(
 
 def _order(one: Candidate) -> tuple[bool, float, bool, bool]:
     return not one.fits, round(one.span, 9), descends(one.schedule), one.name == "Solved"
-
-
-def _kinds(
-    placement: Placement | None,
-    ranks: int,
-    stages: int,
-    replicate: bool,
-) -> Iterator[Kind | Placement]:
-    """The placements that are solved."""
-    several = placement is not None and placement.replicated
-    if not several and not (replicate and stages % ranks):
-        yield placement or "any"
-    if several or (replicate and placement is None):
-        yield "replicated"
 
 
 def descends(schedule: Schedule) -> bool:
