@@ -286,14 +286,14 @@ class Auto:
         figures = {name: ChainMap(*(part[name] for part in parts)) for name in parts[0]}
         costs = costs_of(figures, self.stages, latency)
         held = run.simulate(costs).peak_bytes
-        peaks = self._peaks(plans)
+        peaks = self._peaks(plans.peak)
         used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
         over = 0.0
         for _ in range(TRIES):
             used += over
             schedule, why = self._agreed(microbatches, costs, run.placement, used)
             if self.memory is not None:
-                over = max(self._peaks(plans_of(schedule)).values()) - self.memory
+                over = max(self._peaks(plans_of(schedule).peak).values()) - self.memory
             if over <= 0:
                 self.chosen[microbatches] = schedule, why
                 return schedule
@@ -304,9 +304,9 @@ class Auto:
             rule="memory",
         )
 
-    def _peaks(self, plans: Any) -> Mapping[int, int]:
+    def _peaks(self, here: Mapping[int, int]) -> Mapping[int, int]:
         """The peaks of memory of all ranks."""
-        return ChainMap(*self.group.gather_objects(plans.peak))
+        return ChainMap(*self.group.gather_objects(here))
 
 
 def costs_of(figures: Figures, stages: int, latency: float = 0.0) -> Costs:
