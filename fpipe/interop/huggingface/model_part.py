@@ -22,7 +22,7 @@ from ...errors import StageError
 from ...programs import remat, setting
 from ...tree import Tree
 from ..layer_blocks import make_block
-from ..module_function import Claim, ModuleFunction, clone, hooks_of, tensors_of
+from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
 from .crossing import Flow, Part, Sizes
 from .recording import INPUT, OBSERVER, Call, Forward, Value, observe, result_of
 from .units import Units
@@ -85,10 +85,8 @@ def part_module(
         _fill_rotary(module)
     run = {child for unit in mine for child in new.get_submodule(unit).modules()}
     in_units = {child for unit in units.names for child in new.get_submodule(unit).modules()}
-    for child in in_units - run:  # they do not run
-        child._buffers.clear()
-        for hooks in hooks_of(child).values():
-            hooks.clear()
+    for child in in_units - run:
+        without_buffers(child)
     tensors = tensors_of(new)
     read = {tensors[name] for name in flow.parameters}
     names = list[str]()
