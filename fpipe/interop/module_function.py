@@ -83,6 +83,18 @@ def refuse_hooks(name: str, hooks: Mapping[str, object]) -> None:
             )
 
 
+def without_buffers(module: nn.Module) -> None:
+    """Remove the buffers and hooks of a clone that does not run.
+
+    >>> without_buffers(module := clone(nn.BatchNorm1d(2)))
+    >>> list(module.buffers())
+    []
+    """
+    module._buffers.clear()
+    for hooks in hooks_of(module).values():
+        hooks.clear()
+
+
 class Claim(NamedTuple):
     """The parameters of one stage."""
 

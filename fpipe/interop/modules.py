@@ -149,25 +149,25 @@ def to_module(
             f"gather={gather!r}; give the pipeline whose parameters these are, as in gather=pipe"
         )
     targets = tensors_of(model)
+
+    def write_rows(rows: Results) -> None:
+        for stage, row in enumerate(rows):
+            for name, value in (row or {}).items():
+                if value is not None:
+                    _write(targets, name, value, f" of stage {stage}")
+
     with torch.no_grad():
         if gather is None:
-            _write_rows(targets, params)
-            _write_rows(targets, state or ())
+            write_rows(params)
+            write_rows(state or ())
             return model
         for name, value in stream(gather, params):
             _write(targets, name, value, "")
         if state is not None:
             on_host = tree.tree_map(lambda value: value.detach().cpu(), list(state))
             for rows in gather.gather(on_host):
-                _write_rows(targets, rows)
+                write_rows(rows)
     return model
-
-
-def _write_rows(targets: Mapping[str, Tensor], rows: Results) -> None:
-    for stage, row in enumerate(rows):
-        for name, value in (row or {}).items():
-            if value is not None:
-                _write(targets, name, value, f" of stage {stage}")
 
 
 def _write(targets: Mapping[str, Tensor], name: str, value: Tensor, where: str) -> None:

@@ -107,6 +107,7 @@ def collect(
     pipe = names.pipe
     trees, facts = stage_trees(names, params)
     holding = Holding(pipe, facts, [])
+    leaves = facts["leaves"]
     templates = list[tuple[str, type, Mapping[int, StageTree]]]()
     if params is not None:  # which may have stages of other processes too
         facts["trees"]["params"] = ["stages", "params"]
@@ -119,7 +120,13 @@ def collect(
     def special(value: tree.Tree, path: str) -> object:
         """A tensor that all processes have, or a list by stage."""
         if tree.is_tensor(value):
-            return _shared(holding, plain(value, path), path)
+            if path in leaves:
+                raise _same_name(path)
+            tensor = plain(value, path)
+            leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
+            if is_first(pipe):
+                holding.places.append(Place(path, tensor, tuple(tensor.shape), 0, tensor.numel()))
+            return ["leaf", path]
         for tag, kind, stages in templates:
             by_stage = _by_stage(stages, value, pipe.stages) if type(value) is kind else None
             if by_stage is not None:
@@ -154,17 +161,6 @@ def _by_stage(
     return by_stage
 
 
-def _shared(holding: Holding, tensor: Tensor, path: str) -> Node:
-    """Describe a tensor that all processes have."""
-    leaves = holding.facts["leaves"]
-    if path in leaves:
-        raise _same_name(path)
-    leaves[path] = [*_kind(tensor, tensor.shape), sha256(to_bytes(tensor)).hexdigest()]
-    if is_first(holding.pipe):
-        holding.places.append(Place(path, tensor, tuple(tensor.shape), 0, tensor.numel()))
-    return ["leaf", path]
-
-
 def _by_parameter(holding: Holding, here: StageTree, slot: str) -> None:
     """Describe what a list by stage has for each parameter of a stage."""
     nodes = holding.facts["slots"].setdefault(slot, {})
@@ -193,7 +189,11 @@ def _part(holding: Holding, here: StageTree, leaf: StageLeaf, tensor: Tensor, pa
         ours = span[0] < span[1]
     else:
         span = 0, tensor.numel()
-        ours = _is_ours(pipe, here, leaf, path)
+        ours = True
+        if pipe.copies is not None and not leaf.own:  # copies share the work
+            turn = zlib.crc32(path.encode()) % pipe.copies.group.size
+            # of states, that of the first copy counts: copies have seen other data
+            ours = pipe.copies.part == (0 if here.state else turn)
     key = own_key(path, pipe) if leaf.own else path
     kind = _kind(tensor, shape)
     other = holding.facts["leaves"].setdefault(key, [*kind, None])
@@ -211,16 +211,6 @@ def _part(holding: Holding, here: StageTree, leaf: StageLeaf, tensor: Tensor, pa
         where = f"stage {here.stage} on rank {rank}"
         holding.places.append(Place(key, tensor, shape, *span, where, write, repeated))
     return ["leaf", path]
-
-
-def _is_ours(pipe: Pipe, here: StageTree, leaf: StageLeaf, path: str) -> bool:
-    """Whether this copy of the pipeline handles a leaf that all have: they share the work."""
-    copies = pipe.copies
-    if copies is None or leaf.own:
-        return True
-    if here.state:  # copies have seen other data: that of the first one
-        return copies.part == 0
-    return zlib.crc32(path.encode()) % copies.group.size == copies.part
 
 
 def _same_name(path: str) -> CheckpointError:

@@ -103,7 +103,25 @@ def stream(
     agree(pipe, lambda: merged([facts for facts, _ in of_all]))
     sent = sorted(Row(*row) for _, rows in of_all for row in rows)
     rows = [row for row, _ in groupby(sent)]  # copies of the pipeline have the same
-    return _streamed(pipe, trees, rows, bucket_bytes, to)
+
+    def streamed() -> Iterator[tuple[str, Tensor]]:
+        most = int(bucket_bytes * _WHOLE)
+        by_rank = (same for _, same in groupby(rows, lambda row: row.rank))
+        runs = (run for same in by_rank for run in grouped(same, lambda row: row.bytes, most))
+        for run in runs:
+            if run[0].rank in pipe.group.here:
+                tensors = [_whole(pipe, trees[row.stage], row) for row in run]
+            else:
+                tensors = [row.empty(pipe.config.device) for row in run]
+            if len(pipe.group.here) < pipe.group.size:
+                _send(pipe, tensors, run, bucket_bytes)
+            if to is not None and to not in pipe.group.here:
+                tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+            tensors.reverse()
+            for row in run:  # this function holds no tensor that it has handed out
+                yield row.name, tensors.pop()
+
+    return streamed()
 
 
 def _rows(pipe: Pipe, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
@@ -122,31 +140,6 @@ def _rows(pipe: Pipe, trees: Mapping[int, StageTree], dtype: torch.dtype | None)
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 rows.append(Row(stage, index, rank, leaf.key, leaf.shape, dtype_name(kind)))
     return rows
-
-
-def _streamed(
-    pipe: Pipe,
-    trees: Mapping[int, StageTree],
-    rows: Sequence[Row],
-    bucket: int,
-    to: int | None,
-) -> Iterator[tuple[str, Tensor]]:
-    wanted = to is None or to in pipe.group.here
-    most = int(bucket * _WHOLE)
-    by_rank = (same for _, same in groupby(rows, lambda row: row.rank))
-    runs = (run for same in by_rank for run in grouped(same, lambda row: row.bytes, most))
-    for run in runs:
-        if run[0].rank in pipe.group.here:
-            tensors = [_whole(pipe, trees[row.stage], row) for row in run]
-        else:
-            tensors = [row.empty(pipe.config.device) for row in run]
-        if len(pipe.group.here) < pipe.group.size:
-            _send(pipe, tensors, run, bucket)
-        if not wanted:
-            tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-        tensors.reverse()
-        for row in run:  # this function holds no tensor that it has handed out
-            yield row.name, tensors.pop()
 
 
 def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:

@@ -274,77 +274,81 @@ class FakeGroup(Group):
 
     def sender(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Sender:
         """In lockstep a send returns only once its receive was posted."""
-        return partial(self._send, src, dst, specs)
+        world = self._world
+
+        def send(tensors: Tensors) -> Work:
+            if src != self.rank:
+                raise GroupError(
+                    f"rank {self.rank} cannot send for rank {src}, which runs elsewhere"
+                )
+            channel = self._channel(src, dst)
+            self._enter("send")
+            buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
+            number = channel.sent
+            channel.sent += 1
+            where = src, dst, number
+            if self._occurring(Drop, *where):
+                world.lost += 1
+                return Done()
+            late = sum(fault.seconds for fault in self._occurring(Delay, *where))
+            spread = 0.0 if self.strict else world.random.uniform(0, _SPREAD)
+            arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
+            message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
+            channel.messages[number] = message
+            world.arrivals.append(arrival)
+            if self.strict and src != dst:
+                what = f"to send message {number} to rank {dst}"
+                self._until(lambda: channel.requested > number, dst, what)
+                _release(message, src, dst)
+
+            def ready() -> bool:
+                if world.clock >= arrival:
+                    _release(message, src, dst)
+                return world.clock >= arrival
+
+            def finish() -> Tensors:
+                self._until(ready, dst, f"to send to rank {dst}")
+                return ()
+
+            work = Pending(finish, ready)
+            self._sent.append(work)
+            return work
+
+        return send
 
     def receiver(self, src: int, dst: int, specs: Specs, stream: int = 0) -> Receiver:
         """A receive may be posted long before its message is sent."""
-        return Receiver(partial(self._request, src, dst, specs))
-
-    def _send(self, src: int, dst: int, specs: Specs, tensors: Tensors) -> Work:
-        if src != self.rank:
-            raise GroupError(f"rank {self.rank} cannot send for rank {src}, which runs elsewhere")
-        channel = self._channel(src, dst)
         world = self._world
-        self._enter("send")
-        buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
-        number = channel.sent
-        channel.sent += 1
-        where = src, dst, number
-        if self._occurring(Drop, *where):
-            world.lost += 1
-            return Done()
-        late = sum(fault.seconds for fault in self._occurring(Delay, *where))
-        spread = 0.0 if self.strict else world.random.uniform(0, _SPREAD)
-        arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
-        message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
-        channel.messages[number] = message
-        world.arrivals.append(arrival)
-        if self.strict and src != dst:
-            self._until(
-                lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}"
-            )
-            _release(message, src, dst)
 
-        def ready() -> bool:
-            if world.clock >= arrival:
+        def request() -> Work:
+            if dst != self.rank:
+                raise GroupError(
+                    f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere"
+                )
+            channel = self._channel(src, dst)
+            self._enter("recv")
+            number = channel.requested
+            channel.requested += 1
+
+            def arrived() -> bool:
+                message = channel.messages.get(number)
+                return message is not None and world.clock >= message.arrival
+
+            def ready() -> bool:
+                # a loop that polls must let the others run
+                world.pause(self._members[dst], lambda: True, "for its turn to look")
+                return arrived()
+
+            def finish() -> Tensors:
+                self._until(arrived, src, f"for message {number} of rank {src}")
+                message = channel.messages.pop(number)
                 _release(message, src, dst)
-            return world.clock >= arrival
+                tensors = wire_format(message.specs).unpack(message.copies, _CPU)
+                return as_planned(tensors, specs, src, dst)
 
-        def finish() -> Tensors:
-            self._until(ready, dst, f"to send to rank {dst}")
-            return ()
+            return Pending(finish, ready)
 
-        work = Pending(finish, ready)
-        self._sent.append(work)
-        return work
-
-    def _request(self, src: int, dst: int, specs: Specs) -> Work:
-        if dst != self.rank:
-            raise GroupError(
-                f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere"
-            )
-        channel = self._channel(src, dst)
-        world = self._world
-        self._enter("recv")
-        number = channel.requested
-        channel.requested += 1
-
-        def arrived() -> bool:
-            return number in channel.messages and world.clock >= channel.messages[number].arrival
-
-        def ready() -> bool:
-            # a loop that polls must let the others run
-            world.pause(self._members[dst], lambda: True, "for its turn to look")
-            return arrived()
-
-        def finish() -> Tensors:
-            self._until(arrived, src, f"for message {number} of rank {src}")
-            message = channel.messages.pop(number)
-            _release(message, src, dst)
-            tensors = wire_format(message.specs).unpack(message.copies, _CPU)
-            return as_planned(tensors, specs, src, dst)
-
-        return Pending(finish, ready)
+        return Receiver(request)
 
     def settle(self, dst: int, count: int) -> None:
         """Release the oldest sends; as a backend does, wait for receivers that have not requested

@@ -57,7 +57,14 @@ class _Norm(NamedTuple):
     device: torch.device  # of the results
 
     def of(self, leaves: list[Tensor]) -> list[Tensor]:
-        """The norm of each leaf."""
+        """The norm of each leaf; all are of one dtype."""
+        leaf = leaves[0]
+        if not is_floating(leaf):  # as the count of steps of a state
+            raise TransformError(
+                f"the gradients have a leaf of {leaf.dtype} of shape {list(leaf.shape)}, and a "
+                "norm needs floating ones; pass gradients first, as in tx.update(grads, state, "
+                "params)"
+            )
         if self.exact:
             return F.whole([_by_rows(leaf.reshape(-1), self.p) for leaf in leaves])
         return F.norms(leaves, self.p)
@@ -163,13 +170,6 @@ def global_norm(
             alone = [part if stage == s else None for s in range(len(tree))]
         shared = group
         leaves = places(alone).leaves
-        for leaf in leaves:
-            if not is_floating(leaf):  # as the count of steps of a state
-                raise TransformError(
-                    f"the gradients have a leaf of {leaf.dtype} of shape {list(leaf.shape)}, and a "
-                    "norm needs floating ones; pass gradients first, as in tx.update(grads, state, "
-                    "params)"
-                )
         if gathers:
             whole = places(over.unshard(alone)).leaves  # type: ignore[union-attr]
             # a leaf is not gathered where it differs by copy or is beside a frozen one

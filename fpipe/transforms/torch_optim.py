@@ -7,7 +7,7 @@ This module must not know what an optimizer does, only that its state is a dict 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from torch.optim import LBFGS, Optimizer
 
 from ..errors import TransformError, checked
 from ..tree import Tree, is_floating, tree_map
-from .leaves import Column
 from .transform import Transform, leafwise, weights_of
 
 
@@ -49,6 +48,17 @@ def from_torch(optimizer: Callable[..., Optimizer], **options: object) -> Transf
     >>> tx.update(params, tx.init(params), params)[0]
     [tensor([-0.5000]), None]
     """
+
+    def instance(leaves):
+        try:
+            return optimizer(leaves, **options)
+        except (TypeError, ValueError) as error:
+            name = getattr(optimizer, "__name__", optimizer)
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            raise TransformError(
+                f"from_torch({name}, {given}): {error}; see the arguments of {name}"
+            ) from error
+
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise TransformError(
             f"{optimizer!r} is not a class of torch optimizers; write "
@@ -68,7 +78,7 @@ def from_torch(optimizer: Callable[..., Optimizer], **options: object) -> Transf
             return [], state
         before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]
         after = [leaf.clone() for leaf in before]
-        made = _instance(optimizer, after, options)
+        made = instance(after)
         memories = at.of(state.memory, "the state")
         for leaf, gradient, memory in zip(after, at.leaves, memories, strict=True):
             leaf.grad = gradient.detach().to(leaf.dtype)
@@ -79,18 +89,5 @@ def from_torch(optimizer: Callable[..., Optimizer], **options: object) -> Transf
         updates = [new.data - old for new, old in zip(after, before, strict=True)]
         return updates, TorchState(at.tree(memories, base=state.memory))
 
-    rate = _instance(optimizer, [torch.zeros(1, 1)], options).defaults.get("lr")
+    rate = instance([torch.zeros(1, 1)]).defaults.get("lr")
     return replace(leafwise(init, step), rate=None if rate is None else lambda state: float(rate))
-
-
-def _instance(
-    optimizer: Callable[..., Optimizer], leaves: Column, options: Mapping[str, object]
-) -> Optimizer:
-    try:
-        return optimizer(leaves, **options)
-    except (TypeError, ValueError) as error:
-        name = getattr(optimizer, "__name__", optimizer)
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise TransformError(
-            f"from_torch({name}, {given}): {error}; see the arguments of {name}"
-        ) from error

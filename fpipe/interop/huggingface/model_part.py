@@ -10,7 +10,7 @@ on them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from ...errors import StageError
 from ...programs import remat, setting
 from ...tree import Tree
 from ..layer_blocks import make_block
-from ..module_function import Claim, ModuleFunction, clone, hooks_of, tensors_of
+from ..module_function import Claim, ModuleFunction, clone, tensors_of, without_buffers
 from .crossing import Flow, Part, Sizes
 from .recording import INPUT, OBSERVER, Call, Forward, Value, observe, result_of
 from .units import Units
@@ -33,29 +33,28 @@ class _DoneError(BaseException):
     """The calls of a stage have run: leaves the model's forward, with the values that it sends."""
 
 
-class _Received:
-    """The values that a stage received in one call, and what blanks of others look like."""
+def _received(
+    flow: Flow, values: Mapping[Value, Tensor], side: Mapping[str, Tree]
+) -> Callable[[Value], Tensor]:
+    """Return a function of a value that returns it, if a stage received it in one call, or else a
+    blank: not a number, so that a use of it shows.
+    """
+    device = next(iter(values.values())).device
+    dtypes = {flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
+    sizes = dict[Sizes, int]()
+    for source, tensor in {**side, **values}.items():
+        if isinstance(tensor, Tensor):
+            sizes.update(zip(flow.sizes.get(source, ()), tensor.shape, strict=False))
 
-    def __init__(self, flow: Flow, values: Mapping[Value, Tensor], side: Mapping[str, Tree]):
-        self.flow = flow
-        self.values = values
-        self.device = next(iter(values.values())).device
-        self.dtypes = {flow.dtypes[value]: tensor.dtype for value, tensor in values.items()}
-        self.sizes = dict[Sizes, int]()
-        for source, tensor in {**side, **values}.items():
-            if isinstance(tensor, Tensor):
-                self.sizes.update(zip(flow.sizes.get(source, ()), tensor.shape, strict=False))
-
-    def value(self, value: Value) -> Tensor:
-        """Return a received value, or a blank: not a number, so that a use of it shows."""
-        if value in self.values:
-            return self.values[value]
-        axes = self.flow.sizes[value]
-        shape = [axis[0] if axis[0] == axis[1] else self.sizes[axis] for axis in axes]
-        dtype = self.flow.dtypes[value]
+    def value_or_blank(value: Value) -> Tensor:
+        if value in values:
+            return values[value]
+        shape = [axis[0] if axis[0] == axis[1] else sizes[axis] for axis in flow.sizes[value]]
+        dtype = flow.dtypes[value]
         filling = float("nan") if dtype.is_floating_point else 0
-        dtype = self.dtypes.get(dtype, dtype)
-        return torch.full(shape, filling, dtype=dtype, device=self.device)
+        return torch.full(shape, filling, dtype=dtypes.get(dtype, dtype), device=device)
+
+    return value_or_blank
 
 
 # ---- the module of a stage ----
@@ -86,10 +85,8 @@ def part_module(
         _fill_rotary(module)
     run = {child for unit in mine for child in new.get_submodule(unit).modules()}
     in_units = {child for unit in units.names for child in new.get_submodule(unit).modules()}
-    for child in in_units - run:  # they do not run
-        child._buffers.clear()
-        for hooks in hooks_of(child).values():
-            hooks.clear()
+    for child in in_units - run:
+        without_buffers(child)
     tensors = tensors_of(new)
     read = {tensors[name] for name in flow.parameters}
     names = list[str]()
@@ -155,10 +152,11 @@ class ModelPart(ModuleFunction):
                 f"{self.name} decodes behind an encoder, and later stages do not have the token "
                 "ids of the first; give decoder_input_ids="
             )
-        received = _Received(self.flow, self._values(x), side)
-        inputs = {name: received.value(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
+        values = self._values(x)
+        received = _received(self.flow, values, side)
+        inputs = {name: received(Value(INPUT, i)) for i, name in enumerate(self.flow.inputs)}
         arguments = {**inputs, **side, **self.flow.keywords}
-        visits = self._visits(received)
+        visits = self._visits(dict(values), received)
         next(visits)
         try:
             with setting(OBSERVER, visits.send):
@@ -169,19 +167,20 @@ class ModelPart(ModuleFunction):
             return done.args
         return result_of(out)
 
-    def _visits(self, received: _Received) -> Generator[Tree, Call]:
+    def _visits(
+        self, values: dict[Value, Tensor], received: Callable[[Value], Tensor]
+    ) -> Generator[Tree, Call]:
         """Take the calls of units, in their order, and yield what each returns: run those of this
         stage, and look up the values of those before.
         """
         part = self.part
         visits = self.flow.visits
-        values = dict(received.values)
         call = yield None
         for number, visit in enumerate(visits):
             if visit.unit != call.unit:
                 break
             if number < part.first:
-                out = tree.unflatten(visit.structure, list(map(received.value, visit.values)))
+                out = tree.unflatten(visit.structure, list(map(received, visit.values)))
             else:
                 out = call.forward(*call.args, **call.kwargs)
                 results = zip(visit.values, tree.leaves(out), strict=True)

@@ -11,7 +11,7 @@ others get what it chose: the solver's schedule, or the best of those with a nam
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -98,7 +98,13 @@ def choose(
     limit = limits(memory, ranks)
     schedules: list[tuple[str, Schedule]] = []
     bounds: list[Bound] = []
-    for kind in _kinds(placement, ranks, stages, replicate):
+    several = placement is not None and placement.replicated
+    kinds: list[Kind | Placement] = []
+    if not several and not (replicate and stages % ranks):
+        kinds.append(placement or "any")
+    if several or (replicate and placement is None):
+        kinds.append("replicated")
+    for kind in kinds:
         try:
             solved = solve(
                 costs,
@@ -132,20 +138,6 @@ def choose(
 
 def _order(one: Candidate) -> tuple[bool, float, bool, bool]:
     return not one.fits, round(one.span, 9), descends(one.schedule), one.name == "Solved"
-
-
-def _kinds(
-    placement: Placement | None,
-    ranks: int,
-    stages: int,
-    replicate: bool,
-) -> Iterator[Kind | Placement]:
-    """The placements that are solved."""
-    several = placement is not None and placement.replicated
-    if not several and not (replicate and stages % ranks):
-        yield placement or "any"
-    if several or (replicate and placement is None):
-        yield "replicated"
 
 
 def descends(schedule: Schedule) -> bool:
@@ -294,14 +286,14 @@ class Auto:
         figures = {name: ChainMap(*(part[name] for part in parts)) for name in parts[0]}
         costs = costs_of(figures, self.stages, latency)
         held = run.simulate(costs).peak_bytes
-        peaks = self._peaks(plans)
+        peaks = self._peaks(plans.peak)
         used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
         over = 0.0
         for _ in range(TRIES):
             used += over
             schedule, why = self._agreed(microbatches, costs, run.placement, used)
             if self.memory is not None:
-                over = max(self._peaks(plans_of(schedule)).values()) - self.memory
+                over = max(self._peaks(plans_of(schedule).peak).values()) - self.memory
             if over <= 0:
                 self.chosen[microbatches] = schedule, why
                 return schedule
@@ -312,9 +304,9 @@ class Auto:
             rule="memory",
         )
 
-    def _peaks(self, plans: Any) -> Mapping[int, int]:
+    def _peaks(self, here: Mapping[int, int]) -> Mapping[int, int]:
         """The peaks of memory of all ranks."""
-        return ChainMap(*self.group.gather_objects(plans.peak))
+        return ChainMap(*self.group.gather_objects(here))
 
 
 def costs_of(figures: Figures, stages: int, latency: float = 0.0) -> Costs:

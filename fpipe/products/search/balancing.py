@@ -156,30 +156,26 @@ def spread(costs: Sequence[float], parts: int) -> Starts:
             f"{count} items cannot be cut into {parts} parts; every part needs one at least"
         )
     sums = [0.0, *accumulate(costs)]
-    largest, _ = _best_cut(sums, parts, max)
-    bound = largest * (1 + 1e-12)
-    _, starts = _best_cut(
-        sums, parts, lambda total, cost: total + cost * cost if cost <= bound else inf
-    )
-    return starts
 
+    def best_cut(add: Callable[[float, float], float]) -> _Cut:
+        """The least value of the parts, and where they begin; ``add(value, cost)`` is the value
+        with one part more.
+        """
+        nothing: _Cut = (inf, ())
+        best: list[_Cut] = [(0.0, ()), *[nothing] * count]
+        for _ in range(parts):
+            longer: list[_Cut] = [nothing]
+            for end in range(1, count + 1):
+                cuts = [
+                    (add(value, sums[end] - sums[start]), (*starts, start))
+                    for start, (value, starts) in enumerate(best[:end])
+                ]
+                longer.append(min(cuts))
+            best = longer
+        return best[-1]
 
-def _best_cut(sums: Sequence[float], parts: int, add: Callable[[float, float], float]) -> _Cut:
-    """The least value of contiguous parts, and where they begin; ``add(value, cost)`` is the value
-    with one part more.
-    """
-    nothing: _Cut = (inf, ())
-    best: list[_Cut] = [(0.0, ()), *[nothing] * (len(sums) - 1)]
-    for _ in range(parts):
-        longer: list[_Cut] = [nothing]
-        for end in range(1, len(sums)):
-            cuts = [
-                (add(value, sums[end] - sums[start]), (*starts, start))
-                for start, (value, starts) in enumerate(best[:end])
-            ]
-            longer.append(min(cuts))
-        best = longer
-    return best[-1]
+    bound = best_cut(max)[0] * (1 + 1e-12)
+    return best_cut(lambda total, cost: total + cost * cost if cost <= bound else inf)[1]
 
 
 def estimate(module: Any) -> float:

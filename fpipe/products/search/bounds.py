@@ -98,7 +98,12 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
             f"rank {rank}: the way of a microbatch through all later stages and back",
         )
         if 0 < p.limit[rank] < inf:
-            area = sum(_area(p, least, s) for s in stages)
+            area = 0.0
+            for s in stages:  # what its microbatches hold from F to I, times how long at least
+                passes = sum(least.forward[s:]) + sum(least.inward[s:])
+                links = 2 * sum(p.link[s:])
+                sizes = zip(p.size, p.load, strict=True)
+                area += p.saved[s] * sum(size * (load * passes + links) for size, load in sizes)
             reason = f"rank {rank}: how much it holds for how long, within its memory"
             yield Bound(area / p.limit[rank], reason)
         for other, (there, *_) in enumerate(p.of_rank):
@@ -110,14 +115,6 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
                     f"rank {rank}: the way to rank {other}, the work and the waits there, and the "
                     "way back",
                 )
-
-
-def _area(p: Problem, least: _Least, s: int) -> float:
-    """How much a stage's microbatches hold from F to I, times how long at least."""
-    passes = sum(least.forward[s:]) + sum(least.inward[s:])
-    links = 2 * sum(p.link[s:])
-    held = [size * (load * passes + links) for size, load in zip(p.size, p.load, strict=True)]
-    return p.saved[s] * sum(held)
 
 
 class _Ends(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import ceil
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
@@ -50,7 +50,6 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
     >>> partition([3.0, 1.0], ranks=4, microbatches=12)
     Partition(groups=((0,), (1,)), copies=(3, 1), load=12.0)
     """
-    count = len(work)
     if ranks > microbatches:
         raise ScheduleError(
             f"{ranks} ranks for {microbatches} microbatches: copies of a stage need a microbatch "
@@ -59,14 +58,7 @@ def partition(work: Sequence[float], ranks: int, microbatches: int) -> Partition
         )
     sums = [0.0, *accumulate(work)]
     shares = {ceil(microbatches / k) for k in range(1, ranks + 1)}
-    loads = sorted(
-        {
-            share * (sums[j] - sums[i])
-            for i in range(count)
-            for j in range(i + 1, count + 1)
-            for share in shares
-        }
-    )
+    loads = sorted({share * (b - a) for a, b in combinations(sums, 2) for share in shares})
 
     def within(load: float) -> _Groups:
         """By number of ranks within a load, up to ``ranks``: the fewest stages that ranks hold,
