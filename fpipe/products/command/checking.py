@@ -199,7 +199,7 @@ def compare(
         raise usage_error("no schedule fits these counts: " + ", ".join(unsupported))
     priced = _priced(price, per)
     chosen = comparison.take(entries, limit)
-    taken = _taken(chosen, limit)
+    taken = _taken(entries, chosen, limit)
     entries.sort(key=lambda entry: entry.memory > limit * ALMOST)
     take = chosen and chosen.name
     columns = _COLUMNS.format(_one(price), " within the limit; ! is over it" * (limit < inf))
@@ -218,8 +218,18 @@ def compare(
     say(f"\n{columns}")
     if unsupported:
         say(f"\nnot for these counts: {', '.join(unsupported)}")
+    if chosen is None:
+        given = f" --stages {stages}" * bool(stages) + _given(costs, price, per, memory)
+        click.echo(f"\ntry: fpipe solve -p {p} -m {m}{given}")
     if out:
         click.echo(f"wrote {out}")
+
+
+def _given(costs: str, price: Costs, per: Per, memory: str | None = None) -> str:
+    """The options of a command for the same costs and memory."""
+    given = " --per stage" * (per == "stage" and not price.counts)
+    given += f" --costs {quote(costs)}" if costs else ""
+    return given + (f" --memory {quote(memory)}" if memory else "")
 
 
 def _priced(price: Costs, per: Per) -> str:
@@ -232,16 +242,26 @@ def _say_problem(ranks: int, microbatches: int, rest: str) -> None:
     say(f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n")
 
 
-def _taken(chosen: comparison.Entry | None, limit: float) -> str:
+def _taken(
+    entries: Sequence[comparison.Entry], chosen: comparison.Entry | None, limit: float
+) -> str:
     if chosen is None:
         return (
-            f"none of these schedules holds at most {held(limit)}; give more, or try fpipe solve "
-            f"--memory {limit:.6g}"
+            f"none of these schedules holds at most {held(limit)}; give more, or let fpipe solve "
+            "search for one"
         )
+    within = f" within memory {held(limit)}" * (limit < inf)
+    text = f"take {chosen.name}, the shortest step{within}: {_figures(chosen)}"
+    once = comparison.take(entries, limit, copies=1)
+    if once and once != chosen:
+        text += f"\nor {once.name}: {_figures(once)}"
+    return text
+
+
+def _figures(entry: comparison.Entry) -> str:
     return (
-        f"take {chosen.name}, the shortest step{f' within memory {held(limit)}' * (limit < inf)}: "
-        f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {held(chosen.memory)}, "
-        f"weights {chosen.weights:g}x"
+        f"total {entry.total:.6g}, bubble {entry.bubble:.2%}, memory {held(entry.memory)}, "
+        f"weights {entry.weights:g}x"
     )
 
 
@@ -254,9 +274,12 @@ bubble: idle share, 1 - work / span"""
 
 
 def _verdict(
-    best: Solved, entries: Sequence[comparison.Entry], limit: float, given: str, one: str
+    best: Solved, entries: Sequence[comparison.Entry], limit: float, one: str, draw: str, then: str
 ) -> str:
-    """Whether it is the best, beside the best named ones, and a picture unless one is as good."""
+    """Whether it is the best, beside the best named ones, and a picture unless one is as good.
+
+    ``draw`` are the options that draw a named one; ``then`` is what to try where none is as good.
+    """
     t = best.timeline
     found = "optimal: yes, no schedule with one copy of each stage has a shorter span"
     if best.gap:
@@ -274,18 +297,29 @@ def _verdict(
         found += f"\n{fill(uneven, 80)}"
     named = f"no named schedule holds at most {held(limit)}"
     as_good = False
-    rows = [("solved", t.span, t.total, max(t.peak_bytes), t.bubble)]
-    if taken := comparison.take(entries, limit, "span"):
-        rows.append((taken.name, taken.span, taken.total, taken.memory, taken.bubble))
-        _, *pairs, _ = zip(*rows, strict=True)
-        as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
-        span, total, more = (f"{theirs / ours - 1:+.1%}" for ours, theirs in pairs)
-        named = f"best named schedule: {taken.name} (span {span}, total {total}, memory {more})"
-    if as_good:
-        named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
+    solved = comparison.entry_of("solved", best, t)
+    rows = [solved]
+    if taken := comparison.take(entries, limit, "span", copies=1):
+        rows.append(taken)
+        total, span, more = changes = [
+            (theirs - ours) / (ours or 1)
+            for theirs, ours in zip(taken[3:6], solved[3:6], strict=True)  # total, span, memory
+        ]
+        as_good = max(changes) <= ALMOST - 1
+        gains = f"span {span:+.1%}, total {total:+.1%}, memory {more:+.1%}"
+        named = f"best named schedule: {taken.name} ({gains})"
+        if as_good:
+            named = f"no better than {taken.name}: use that"
+            then = f"fpipe draw {taken.name} {draw}"
+    for copies, note in ((1, ""), (inf, " (not searched)")):
+        other = comparison.take(entries, limit, copies=copies)
+        if other and other not in rows and other.total <= t.total * ALMOST:
+            rows.append(other)
+            named += f"\nor {other.name}: {_figures(other)}{note}"
+    if then:
+        named += f"\ntry: {then}"
     cells = [
-        (name, f"{span:.6g}", f"{total:.6g}", held(most), f"{max(bubble, 0):.2%}")
-        for name, span, total, most, bubble in rows
+        (e.name, f"{e.span:.6g}", f"{e.total:.6g}", held(e.memory), f"{e.bubble:.2%}") for e in rows
     ]
     table = "\n".join(pictures.aligned([("", "span", "total", "memory", "bubble"), *cells]))
     text = f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
@@ -337,16 +371,20 @@ def solve(
         )
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
-    once = [entry for entry in entries if entry.weights <= 1]
-    priced = f" --costs {quote(costs)}" if costs else ""
-    if costs and not price.counts:
-        priced = f" --per {per}{priced}"
-    given = f"-p {p} -m {m} --stages {best.stages}{priced}"
+    priced = _given(costs, price, per)
+    counts = f"-p {p} -m {m} --stages {best.stages}"
+    then = ""
+    if best.gap or not out:  # else this schedule is the best, and in the file
+        then = f"fpipe solve {counts}{_given(costs, price, per, memory)}"
+        then += f" --placement {placement}" * (placement != "any")
+        then += f" --seconds {min(6 * seconds, 86400):g}" * (best.gap > 0)
+        then += f" --out {quote(out or 'plan.csv')}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
     count = f"stages {best.stages}{' (from the costs)' * bool(price.counts)}"
     _say_problem(p, m, f"{count}, {_priced(price, per)}{within}")
-    click.echo(_verdict(best, once, limit, given, _one(price)), color=True)
+    text = _verdict(best, entries, limit, _one(price), counts + priced, then)
+    click.echo(text, color=True)
     if out:
         best.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out}{priced}")
