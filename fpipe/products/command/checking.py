@@ -96,18 +96,20 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
         schedule = make_schedule(name, 4, 4)
         placed = schedule.placement
         title = _GROUPS[-1] if len(placed.paths) > 1 else _GROUPS["W" in str(schedule)]
-        facts = f"  {name:<23}{len(placed.stages_of(0)):6}  {about}"
+        shown = name + " (ZBV)" * (name == "ZBVZeroBubble")
+        facts = f"  {shown:<23}{len(placed.stages_of(0)):6}  {about}"
         groups[title].append(fill(facts, 80, subsequent_indent=" " * 33))
-    click.echo("schedule                 stages  what it does")
+    click.echo(_START)
     for title, listed in groups.items():
         if listed:
             click.echo("\n".join(["", title, *listed]))
-    click.echo(
-        "\nstages: of a rank, by default; ZBV, a good first choice, is short for\n"
-        "  ZBVZeroBubble; fpipe compare has the times of all"
-    )
 
 
+_START = """\
+start with ZBV, short for ZBVZeroBubble; with VHalf or VMin where memory is
+  short; fpipe compare has the times and the memory of all
+
+schedule                 stages  what it does (stages: of a rank, by default)"""
 _GROUPS = (
     "a backward is one action, B",
     "a backward can be two actions, I and W, so that ranks wait less",

@@ -330,13 +330,15 @@ def test_an_interrupt_ends_with_130(
 
 # ---- names and the table ----
 def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
-    head, *groups, foot = printed(capsys, "names").split("\n\n")
-    assert head.split()[:2] == ["schedule", "stages"] and "is short for\n  ZBVZeroBubble" in foot
+    start, head, *groups = printed(capsys, "names").split("\n\n")
+    assert start.startswith("start with ZBV, short for ZBVZeroBubble; "), "it was the last line"
+    assert head.split()[:2] == ["schedule", "stages"]
     one, two, on_two_ranks = (  # what is longer than 80 columns goes on
         re.sub(r"\n {30,}", " ", group).splitlines()[1:] for group in groups
     )
     lines = {line.split()[0]: line for line in one + two + on_two_ranks}
     assert sorted(lines) == sorted(schedule_names())
+    assert lines["ZBVZeroBubble"].split()[:3] == ["ZBVZeroBubble", "(ZBV)", "2"]
     assert all(len(line.split()) > 3 and "`" not in line for line in lines.values())
     assert one[0].split()[0] == "GPipe" and len(on_two_ranks) == 2
     assert {line.split()[0] for line in two} >= {"ZBVZeroBubble", "DualPipeV", "SeqZBH1"}
