@@ -268,7 +268,7 @@ def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
         assert b'width="390"' in pictures[f"zoo/{name}-phone.svg"]
         assert facts.arxiv in page
     table = (ROOT / "README.md").read_text()
-    assert f"| {len(hooks.FACTS)} | 7 | 2 |" in table, "the README counts the schedules"
+    assert f"| {len(hooks.FACTS)} | 7 | `fpipe names`" in table, "the README counts the schedules"
 
 
 def test_what_readme_names_is_there():
@@ -283,6 +283,13 @@ def test_what_readme_names_is_there():
     )
     assert len(named) > 5
     assert [name for name in named if name not in tests] == []
+
+
+def test_what_readme_shows_of_the_demo_is_what_it_prints():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [line] = re.findall(r"`make demo` repeats .*:\n\n    (.+)\n", text)
+    tested = ROOT / "tests" / "products" / "training" / "test_training.py"
+    assert f'assert "{line}" in text' in tested.read_text(encoding="utf-8")
 
 
 def test_figures_of_readme_are_those_of_its_picture():
