@@ -275,6 +275,25 @@ memory: the fullest rank's peak{}
 bubble: idle share, 1 - work / span"""
 
 
+def _how_good(best: Solved) -> str:
+    """How far its span is from the least, and whether the cut of the layers sets that."""
+    found = "optimal: yes, no schedule with one copy of each stage has a shorter span"
+    if best.gap:
+        found = (
+            f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g} "
+            f"(set by {best.bound.reason})"
+        )
+    found = fill(found, 80)
+    mean = sum(best.timeline.busy) / best.ranks
+    if best.bound.reason.endswith("its work") and best.bound > mean * ALMOST:
+        found += "\n" + fill(
+            f"the busiest rank works for {best.bound:.6g}, ranks on average for {mean:.6g}: a more "
+            "even cut of the layers into stages allows a shorter span, see fpipe.balance",
+            80,
+        )
+    return found
+
+
 def _verdict(
     best: Solved, entries: Sequence[comparison.Entry], limit: float, one: str, draw: str, then: str
 ) -> str:
@@ -283,20 +302,6 @@ def _verdict(
     ``draw`` are the options that draw a named one; ``then`` is what to try where none is as good.
     """
     t = best.timeline
-    found = "optimal: yes, no schedule with one copy of each stage has a shorter span"
-    if best.gap:
-        found = (
-            f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g} "
-            f"(set by {best.bound.reason})"
-        )
-    found = fill(found, 80)
-    mean = sum(t.busy) / best.ranks
-    if best.bound.reason.endswith("its work") and best.bound > mean * ALMOST:
-        uneven = (
-            f"the busiest rank works for {best.bound:.6g}, ranks on average for {mean:.6g}: a more "
-            "even cut of the layers into stages allows a shorter span, see fpipe.balance"
-        )
-        found += f"\n{fill(uneven, 80)}"
     named = f"no named schedule holds at most {held(limit)}"
     as_good = False
     solved = comparison.entry_of("solved", best, t)
@@ -324,7 +329,7 @@ def _verdict(
         (e.name, f"{e.span:.6g}", f"{e.total:.6g}", held(e.memory), f"{e.bubble:.2%}") for e in rows
     ]
     table = "\n".join(pictures.aligned([("", "span", "total", "memory", "bubble"), *cells]))
-    text = f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
+    text = f"{_how_good(best)}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
     if not as_good:
         places = f"stages by rank: {repr(best.placement)[10:-1]}"
         text += "\n" + fill(places, 80, subsequent_indent="  ")
