@@ -201,10 +201,20 @@ def test_reference_begins_with_what_a_user_calls(hooks: ModuleType):
     names = re.findall(r"^### fpipe\.(\w+) ", pages["reference/schedules.md"], re.M)
     assert names[:2] == ["make_schedule", "schedule_names"]
     text = pages["reference/pipelines.md"].partition("{#fpipe.pipeline}")[2]
-    said = text.partition("</div>")[2].partition("Args")[0]
+    said, _, args = text.partition("</div>")[2].partition("**Args**")
     assert said.startswith("\n\nA function of `(params, x, *targets)`")
-    assert "\n\n`**more` are options of passes: " in said
-    assert [name for name in PASSES if f"`{name}=`" not in said] == []
+    assert "value_and_grad(pipe)(params, x, target)" in said, "the example is before the options"
+    more = re.findall(r"^\* `(\w+)`: (.*)", args.partition("**Raises**")[0], re.M)[-1]
+    assert more[0] == "more" and more[1].startswith("options of passes, by name. ")
+    assert [name for name in PASSES if f"`{name}=" not in more[1]] == []
+
+
+def test_methods_of_a_pipeline_are_in_the_order_of_use(hooks: ModuleType):
+    """``captured``, ``rerouted``, ``refuse`` and ``under`` stood before ``plan``."""
+    text = hooks.reference()["reference/pipelines.md"]
+    names = re.findall(r"^#### fpipe\.Pipeline\.([\w\\]+) ", text, re.M)
+    assert names[:4] == [r"\_\_call\_\_", "plan", "explain", "schedule"]
+    assert {*names[-5:]} == {"captured", "under", "rerouted", "refuse", "rehearse"}
 
 
 #: task -> the example, by words that one searches for

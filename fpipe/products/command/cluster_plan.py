@@ -96,8 +96,10 @@ def plan(
         return
     _show(job, result)
     if out is not None:
-        click.echo(f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0")
-        click.echo("its table [schedule] has the arguments of fpipe.make_schedule")
+        click.echo(
+            f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0\n"
+            "its table [schedule] has the arguments of fpipe.make_schedule"
+        )
 
 
 def _filter(only: Sequence[str], job: Job) -> Callable[[Layout], bool]:
@@ -132,8 +134,10 @@ def _show(job: Job, result: Layouts) -> None:
     if first.layout.pp > 1:
         with suppress(PlanError):  # none fits
             [alone] = search(job, lambda layout: layout.pp == 1, 1).best
-            more = f"{alone.step / first.step - 1:+.1%} against the first layout"
-            say(f"\nbest without a pipeline (--only pp=1): {alone.step:.3f} s, {more}")
+            say(
+                f"\nbest without a pipeline (--only pp=1): {alone.step:.3f} s, "
+                f"{alone.step / first.step - 1:+.1%} against the first layout"
+            )
     say(
         "\ntp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
         "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; stages: of all "
