@@ -448,11 +448,6 @@ def _line(page: str, name: str, value: Any) -> str:
     return f"* [`{name}`](reference/{page}.md#{name}): {re.split(r'(?<=[.]) ', text)[0]}"
 
 
-#: What ``**name`` of a signature is, which says nothing by itself.
-MORE = {
-    "fpipe.pipeline": "`**more` are options of passes: `order=`, in which order a rank runs its "
-    "actions."
-}
 #: Classes that only the library creates: they have no signature in the reference.
 RETURNED = (
     "fpipe.Pipeline",
@@ -556,8 +551,6 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
         lines += [linked_signature(name, value), ""]
     summary, _, rest = text_of(value, name).partition("\n\n")
     lines += [summary, ""]
-    if name in MORE:
-        lines += [MORE[name], ""]
     lines += [rest, "", *result(name, level)]
     for base in bases(value).values() if inspect.isclass(value) else ():
         lines += [f"It has all members of {_linked(base, f'fpipe.{base}')} too.", ""]
@@ -873,7 +866,7 @@ def markdown(doc: str, name: str = "") -> str:
     for line in (
         doc.splitlines()
         if len(found) == 1
-        else [*_without_tail(found), *_lists(found), *_tail(found)]
+        else [*_without_tail(found), *_tail(found), *_lists(found)]
     ):
         if "```" in line:
             open_before = not open_before

@@ -61,6 +61,7 @@ class PipelineBase(Generic[Y, R]):
         seed: int | None = None,
         **side: Tree,
     ) -> tuple[Any, list[Tree]]: ...
+
     @overload
     def __call__(
         self: PipelineBase[Y, None],
@@ -72,6 +73,7 @@ class PipelineBase(Generic[Y, R]):
         each: None = None,
         **side: Tree,
     ) -> Y: ...
+
     @overload
     def __call__(
         self: PipelineBase[Y, None],
@@ -83,6 +85,7 @@ class PipelineBase(Generic[Y, R]):
         each: Callable[[int, Y], E],
         **side: Tree,
     ) -> list[E] | None: ...
+
     @overload
     def __call__(
         self: PipelineBase[Y, R],
@@ -95,6 +98,7 @@ class PipelineBase(Generic[Y, R]):
         each: EachLoss[Y, R, E],
         **side: Tree,
     ) -> tuple[torch.Tensor, list[E] | None]: ...
+
     @overload
     def __call__(
         self: PipelineBase[Y, tuple[torch.Tensor, A]],
@@ -106,6 +110,7 @@ class PipelineBase(Generic[Y, R]):
         has_aux: Literal[True],
         **side: Tree,
     ) -> tuple[torch.Tensor, list[A]]: ...
+
     @overload
     def __call__(
         self: PipelineBase[Y, torch.Tensor],
@@ -116,6 +121,7 @@ class PipelineBase(Generic[Y, R]):
         seed: int | None = None,
         **side: Tree,
     ) -> torch.Tensor: ...
+
     def __call__(
         self,
         params: Sequence[Tree],
@@ -177,6 +183,63 @@ class PipelineBase(Generic[Y, R]):
             picture = self.schedule(count)._repr_html_()
         return f"<p><b>{escape(repr(self)[1:-1])}</b></p>{picture}"
 
+    @checked
+    def plan(self, params: Sequence[Tree], x: Tree, /, *targets: Tree, **side: Tree) -> Plans:
+        """What each rank of this process will run for these arguments, and its peak memory. Nothing
+        runs.
+
+        Args:
+            params, x, targets, side: as for a call.
+
+        Returns:
+            A value that prints one line for each instruction: sends, receives, programs and frees.
+            ``.peak`` is the peak memory by rank in bytes, ``.costs`` what the programs are expected
+            to take, for ``schedule.simulate``, and ``[rank]`` the plan of one rank.
+
+        Raises:
+            BatchError, StageError: as for a call.
+
+        >>> from fpipe import local, pipeline
+        >>> plan = pipeline([torch.mul] * 2, microbatches=2,
+        ...     group=local(2)).plan([torch.ones(1)] * 2, torch.ones(4))
+        >>> sorted(plan.peak)
+        [0, 1]
+        """
+        call = Call.of(
+            self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
+        )
+        with self.config.claim():
+            return Plans(self.cache.plans_for(call).prepared, self.config.capture)
+
+    @checked
+    def explain(
+        self, params: Sequence[Tree], x: Tree, /, *targets: Tree, costs: Any = None, **side: Tree
+    ) -> Any:
+        """One page about a call: what runs where, messages, memory, idle time, and what to change
+        first. Nothing runs.
+
+        Every process of the pipeline must call it, and gets the same page.
+
+        Args:
+            params, x, targets, side: as for a call. Without targets that the loss needs, the page
+                is of the stages alone.
+            costs: of ``fpipe.measure_costs``; by default times are estimates from shapes.
+
+        Returns:
+            A value that prints the page. ``.save("explain.html")`` writes it, ``.timeline`` is the
+            simulated step, ``.advice`` what to change first.
+
+        Raises:
+            BatchError, StageError: as for a call.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
+        >>> page = pipe.explain([torch.ones(1)] * 2, torch.ones(4))
+        >>> "What to change first" in str(page)
+        True
+        """
+        return load_product("explanation").explain(self, params, x, targets, side, costs)
+
     def schedule(self, microbatches: int) -> Schedule:
         """The checked schedule for a number of microbatches.
 
@@ -195,143 +258,6 @@ class PipelineBase(Generic[Y, R]):
         [1F0, 1F1, 1B0, 1B1]
         """
         return self.config.schedule_for(microbatches)
-
-    def under(self, schedule: Schedule) -> Self:
-        """The same pipeline with another schedule that places the stages on the same ranks; this
-        one is unchanged.
-
-        Args:
-            schedule: as from ``fpipe.make_schedule``, for the ranks and stages of this pipeline.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        Raises:
-            StageError: if the schedule places stages on other ranks.
-
-        >>> from fpipe import local, make_schedule, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, "GPipe", group=local(2))
-        >>> pipe.under(make_schedule("1F1B", 2, 4))
-        <fpipe pipeline: 2 stages, schedule 1F1B, fpipe.local(2) on cpu>
-        """
-        if repr(schedule.placement) != repr(self.placement):
-            raise StageError(
-                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline "
-                f"({self.placement}); "
-                "make a pipeline with it, and place the parameters anew"
-            )
-        config = replace(self.config, schedule=schedule, microbatches=schedule.microbatches)
-        return type(self)(config, Cache(self.cache.shares, self.cache.copies_compared))
-
-    @checked
-    def rerouted(self, without: Sequence[int]) -> Self:
-        """The same pipeline without some ranks, where their stages have copies on other ranks; this
-        one is unchanged.
-
-        The other copies of a stage get the microbatches of the lost ones. The ranks that remain
-        keep their stages and parameters, and are numbered from 0 again. All of them call this, and
-        the lost ranks do not: where a process ended, the others go on in a process group of their
-        own, and a step that failed runs again with the parameters in memory.
-
-        Args:
-            without: the ranks that are lost.
-
-        Returns:
-            A pipeline on the other ranks that takes the same placed parameters. Its gradients are
-            added in the order of microbatches where those of this one are.
-
-        Raises:
-            StageError: if a stage has no copy on another rank, or the pipeline has ``dp=``.
-            UnsupportedError: if the group cannot make a group of some of its ranks.
-
-        >>> from fpipe import local, make_schedule, pipeline
-        >>> schedule = make_schedule("1F1B", 4, 12, replicas=(3, 1))
-        >>> pipe = pipeline([torch.mul] * 2, schedule, group=local(4))
-        >>> pipe.rerouted(without=[2]).placement
-        Placement(0: [0], 1: [0], 2: [1])
-        """
-        return load_pass("rerouting").rerouted(self, without)
-
-    def train(self, training: bool = True) -> Self:
-        """The same pipeline with its modules in training, whatever mode they were cut in; this one
-        is unchanged.
-
-        Stages that are functions have no modes. A norm whose running statistics are constants,
-        since it was cut in evaluation, cannot be trained.
-
-        Args:
-            training: whether modules are in training; False is ``eval()``.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        >>> from fpipe import from_module, local, pipeline
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
-        >>> stages, params = from_module(model, cuts=["1"])
-        >>> pipe = pipeline(stages, microbatches=1, group=local(2), seed=0)
-        >>> y, mean = pipe.train()(params, torch.ones(1, 2)), pipe.eval()(params, torch.ones(1, 2))
-        >>> bool(torch.isin(y, torch.stack([0 * mean, 2 * mean])).all())
-        True
-        """
-        modes = self.cache.modes
-        if training not in modes:
-            cache = Cache(self.cache.shares, self.cache.copies_compared)
-            cache.modes = modes
-            functions = tuple(in_mode(stage, training) for stage in self.config.functions)
-            modes[training] = replace(self.config, functions=functions), cache
-        return type(self)(*modes[training])
-
-    def eval(self) -> Self:
-        """The same pipeline with its modules in evaluation, as ``module.eval()``; see
-        :meth:`train`.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        >>> from fpipe import local, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, microbatches=1, group=local(2))
-        >>> pipe.eval()([torch.tensor(2.0)] * 2, torch.ones(1))
-        tensor([4.])
-        """
-        return self.train(False)
-
-    def captured(self) -> Self:
-        """The same pipeline whose steps are recorded as graphs of kernels; this one is unchanged.
-
-        Steps of ``value_and_grad`` and ``grad`` are recorded once for each signature and started
-        in later steps, with the same bits: for stages so small that starting kernels takes longer
-        than they run. All ranks are in this process on one GPU. The memory of a graph stays
-        allocated; arguments that move in memory are copied in each step. A step that cannot be
-        recorded runs without, with a warning.
-
-        Returns:
-            A pipeline that takes the same placed parameters.
-
-        Raises:
-            StageError: if the ranks are not on one accelerator, or there are copies of the
-                pipeline.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).captured()
-        Traceback (most recent call last):
-        ...
-        fpipe.errors.StageError: captured() records graphs of kernels on one accelerator...
-        """
-        load_pass("capture.steps").check(self.group, self.copies is not None)
-        return type(self)(replace(self.config, capture=True))
-
-    def refuse(self, error: Exception) -> None:
-        """Tell the other ranks that this one refuses the arguments of the next call.
-
-        They raise at once instead of waiting. The caller raises the error itself.
-
-        Args:
-            error: what is wrong with the arguments.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).refuse(ValueError("no target"))
-        """
-        calls.refuse(self.config, error)
 
     @property
     def why(self) -> str:
@@ -353,50 +279,6 @@ class PipelineBase(Generic[Y, R]):
         return "\n\n".join(
             f"{number} microbatches\n{why}" for number, (_, why) in sorted(auto.chosen.items())
         )
-
-    @property
-    def parts(self) -> Group | None:
-        """The group whose processes hold parts of the same leaves; None where leaves are whole."""
-        if self.copies is not None and self.copies.cut:
-            return self.copies.group
-        return None
-
-    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over
-        its copies too.
-
-        Every process must call it. Quantities of the whole model, such as a norm, are sums over
-        stages.
-
-        Args:
-            tensor: this process's part of the sum, of one shape on all processes.
-
-        Returns:
-            The sum, on every process.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).all_sum(torch.ones(1))
-        tensor([1.])
-        """
-        total = self.group.all_reduce(tensor)
-        if self.parts is None:
-            return total
-        return self.parts.all_reduce(total)
-
-    def gather(self, obj: object) -> list[Any]:
-        """What every process of the pipeline passed, by rank. Every process must call it.
-
-        Args:
-            obj: numbers, text, plain tensors on the CPU, and containers of them.
-
-        Returns:
-            A list with one entry for each rank, the same on all.
-
-        >>> from fpipe import local, pipeline
-        >>> pipeline([torch.mul] * 2, group=local(2)).gather({"process": 0})
-        [{'process': 0}, {'process': 0}]
-        """
-        return self.group.gather_objects(obj)
 
     def place(self, params: Sequence[P]) -> list[P]:
         """The parameters of the stages of this process, on their rank's device; ``None`` for the
@@ -489,62 +371,186 @@ class PipelineBase(Generic[Y, R]):
         whole: list[Any] = [None if part is None else join(s, part) for s, part in enumerate(parts)]
         return whole
 
-    @checked
-    def plan(self, params: Sequence[Tree], x: Tree, /, *targets: Tree, **side: Tree) -> Plans:
-        """What each rank of this process will run for these arguments, and its peak memory. Nothing
-        runs.
+    def gather(self, obj: object) -> list[Any]:
+        """What every process of the pipeline passed, by rank. Every process must call it.
 
         Args:
-            params, x, targets, side: as for a call.
+            obj: numbers, text, plain tensors on the CPU, and containers of them.
 
         Returns:
-            A value that prints one line for each instruction: sends, receives, programs and frees.
-            ``.peak`` is the peak memory by rank in bytes, ``.costs`` what the programs are expected
-            to take, for ``schedule.simulate``, and ``[rank]`` the plan of one rank.
-
-        Raises:
-            BatchError, StageError: as for a call.
+            A list with one entry for each rank, the same on all.
 
         >>> from fpipe import local, pipeline
-        >>> plan = pipeline([torch.mul] * 2, microbatches=2,
-        ...     group=local(2)).plan([torch.ones(1)] * 2, torch.ones(4))
-        >>> sorted(plan.peak)
-        [0, 1]
+        >>> pipeline([torch.mul] * 2, group=local(2)).gather({"process": 0})
+        [{'process': 0}, {'process': 0}]
         """
-        call = Call.of(
-            self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side
-        )
-        with self.config.claim():
-            return Plans(self.cache.plans_for(call).prepared, self.config.capture)
+        return self.group.gather_objects(obj)
 
-    @checked
-    def explain(
-        self, params: Sequence[Tree], x: Tree, /, *targets: Tree, costs: Any = None, **side: Tree
-    ) -> Any:
-        """One page about a call: what runs where, messages, memory, idle time, and what to change
-        first. Nothing runs.
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over
+        its copies too.
 
-        Every process of the pipeline must call it, and gets the same page.
+        Every process must call it. Quantities of the whole model, such as a norm, are sums over
+        stages.
 
         Args:
-            params, x, targets, side: as for a call. Without targets that the loss needs, the page
-                is of the stages alone.
-            costs: of ``fpipe.measure_costs``; by default times are estimates from shapes.
+            tensor: this process's part of the sum, of one shape on all processes.
 
         Returns:
-            A value that prints the page. ``.save("explain.html")`` writes it, ``.timeline`` is the
-            simulated step, ``.advice`` what to change first.
-
-        Raises:
-            BatchError, StageError: as for a call.
+            The sum, on every process.
 
         >>> from fpipe import local, pipeline
-        >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
-        >>> page = pipe.explain([torch.ones(1)] * 2, torch.ones(4))
-        >>> "What to change first" in str(page)
+        >>> pipeline([torch.mul] * 2, group=local(2)).all_sum(torch.ones(1))
+        tensor([1.])
+        """
+        total = self.group.all_reduce(tensor)
+        if self.parts is None:
+            return total
+        return self.parts.all_reduce(total)
+
+    def train(self, training: bool = True) -> Self:
+        """The same pipeline with its modules in training, whatever mode they were cut in; this one
+        is unchanged.
+
+        Stages that are functions have no modes. A norm whose running statistics are constants,
+        since it was cut in evaluation, cannot be trained.
+
+        Args:
+            training: whether modules are in training; False is ``eval()``.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        >>> from fpipe import from_module, local, pipeline
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+        >>> stages, params = from_module(model, cuts=["1"])
+        >>> pipe = pipeline(stages, microbatches=1, group=local(2), seed=0)
+        >>> y, mean = pipe.train()(params, torch.ones(1, 2)), pipe.eval()(params, torch.ones(1, 2))
+        >>> bool(torch.isin(y, torch.stack([0 * mean, 2 * mean])).all())
         True
         """
-        return load_product("explanation").explain(self, params, x, targets, side, costs)
+        modes = self.cache.modes
+        if training not in modes:
+            cache = Cache(self.cache.shares, self.cache.copies_compared)
+            cache.modes = modes
+            functions = tuple(in_mode(stage, training) for stage in self.config.functions)
+            modes[training] = replace(self.config, functions=functions), cache
+        return type(self)(*modes[training])
+
+    def eval(self) -> Self:
+        """The same pipeline with its modules in evaluation, as ``module.eval()``; see
+        :meth:`train`.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        >>> from fpipe import local, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, microbatches=1, group=local(2))
+        >>> pipe.eval()([torch.tensor(2.0)] * 2, torch.ones(1))
+        tensor([4.])
+        """
+        return self.train(False)
+
+    def captured(self) -> Self:
+        """The same pipeline whose steps are recorded as graphs of kernels; this one is unchanged.
+
+        Steps of ``value_and_grad`` and ``grad`` are recorded once for each signature and started
+        in later steps, with the same bits: for stages so small that starting kernels takes longer
+        than they run. All ranks are in this process on one GPU. The memory of a graph stays
+        allocated; arguments that move in memory are copied in each step. A step that cannot be
+        recorded runs without, with a warning.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        Raises:
+            StageError: if the ranks are not on one accelerator, or there are copies of the
+                pipeline.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).captured()
+        Traceback (most recent call last):
+        ...
+        fpipe.errors.StageError: captured() records graphs of kernels on one accelerator...
+        """
+        load_pass("capture.steps").check(self.group, self.copies is not None)
+        return type(self)(replace(self.config, capture=True))
+
+    def under(self, schedule: Schedule) -> Self:
+        """The same pipeline with another schedule that places the stages on the same ranks; this
+        one is unchanged.
+
+        Args:
+            schedule: as from ``fpipe.make_schedule``, for the ranks and stages of this pipeline.
+
+        Returns:
+            A pipeline that takes the same placed parameters.
+
+        Raises:
+            StageError: if the schedule places stages on other ranks.
+
+        >>> from fpipe import local, make_schedule, pipeline
+        >>> pipe = pipeline([torch.mul] * 2, "GPipe", group=local(2))
+        >>> pipe.under(make_schedule("1F1B", 2, 4))
+        <fpipe pipeline: 2 stages, schedule 1F1B, fpipe.local(2) on cpu>
+        """
+        if repr(schedule.placement) != repr(self.placement):
+            raise StageError(
+                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline "
+                f"({self.placement}); "
+                "make a pipeline with it, and place the parameters anew"
+            )
+        config = replace(self.config, schedule=schedule, microbatches=schedule.microbatches)
+        return type(self)(config, Cache(self.cache.shares, self.cache.copies_compared))
+
+    @checked
+    def rerouted(self, without: Sequence[int]) -> Self:
+        """The same pipeline without some ranks, where their stages have copies on other ranks; this
+        one is unchanged.
+
+        The other copies of a stage get the microbatches of the lost ones. The ranks that remain
+        keep their stages and parameters, and are numbered from 0 again. All of them call this, and
+        the lost ranks do not: where a process ended, the others go on in a process group of their
+        own, and a step that failed runs again with the parameters in memory.
+
+        Args:
+            without: the ranks that are lost.
+
+        Returns:
+            A pipeline on the other ranks that takes the same placed parameters. Its gradients are
+            added in the order of microbatches where those of this one are.
+
+        Raises:
+            StageError: if a stage has no copy on another rank, or the pipeline has ``dp=``.
+            UnsupportedError: if the group cannot make a group of some of its ranks.
+
+        >>> from fpipe import local, make_schedule, pipeline
+        >>> schedule = make_schedule("1F1B", 4, 12, replicas=(3, 1))
+        >>> pipe = pipeline([torch.mul] * 2, schedule, group=local(4))
+        >>> pipe.rerouted(without=[2]).placement
+        Placement(0: [0], 1: [0], 2: [1])
+        """
+        return load_pass("rerouting").rerouted(self, without)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this one refuses the arguments of the next call.
+
+        They raise at once instead of waiting. The caller raises the error itself.
+
+        Args:
+            error: what is wrong with the arguments.
+
+        >>> from fpipe import local, pipeline
+        >>> pipeline([torch.mul] * 2, group=local(2)).refuse(ValueError("no target"))
+        """
+        calls.refuse(self.config, error)
+
+    @property
+    def parts(self) -> Group | None:
+        """The group whose processes hold parts of the same leaves; None where leaves are whole."""
+        if self.copies is not None and self.copies.cut:
+            return self.copies.group
+        return None
 
     def rehearse(
         self,

@@ -201,10 +201,20 @@ def test_reference_begins_with_what_a_user_calls(hooks: ModuleType):
     names = re.findall(r"^### fpipe\.(\w+) ", pages["reference/schedules.md"], re.M)
     assert names[:2] == ["make_schedule", "schedule_names"]
     text = pages["reference/pipelines.md"].partition("{#fpipe.pipeline}")[2]
-    said = text.partition("</div>")[2].partition("Args")[0]
+    said, _, args = text.partition("</div>")[2].partition("**Args**")
     assert said.startswith("\n\nA function of `(params, x, *targets)`")
-    assert "\n\n`**more` are options of passes: " in said
-    assert [name for name in PASSES if f"`{name}=`" not in said] == []
+    assert "value_and_grad(pipe)(params, x, target)" in said, "the example is before the options"
+    more = re.findall(r"^\* `(\w+)`: (.*)", args.partition("**Raises**")[0], re.M)[-1]
+    assert more[0] == "more" and more[1].startswith("options of passes, by name. ")
+    assert [name for name in PASSES if f"`{name}=" not in more[1]] == []
+
+
+def test_methods_of_a_pipeline_are_in_the_order_of_use(hooks: ModuleType):
+    """``captured``, ``rerouted``, ``refuse`` and ``under`` stood before ``plan``."""
+    text = hooks.reference()["reference/pipelines.md"]
+    names = re.findall(r"^#### fpipe\.Pipeline\.([\w\\]+) ", text, re.M)
+    assert names[:4] == [r"\_\_call\_\_", "plan", "explain", "schedule"]
+    assert {*names[-5:]} == {"captured", "under", "rerouted", "refuse", "rehearse"}
 
 
 #: task -> the example, by words that one searches for
@@ -268,7 +278,7 @@ def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
         assert b'width="390"' in pictures[f"zoo/{name}-phone.svg"]
         assert facts.arxiv in page
     table = (ROOT / "README.md").read_text()
-    assert f"| {len(hooks.FACTS)} | 7 | 2 |" in table, "the README counts the schedules"
+    assert f"| {len(hooks.FACTS)} | 7 | `fpipe names`" in table, "the README counts the schedules"
 
 
 def test_what_readme_names_is_there():
@@ -283,6 +293,13 @@ def test_what_readme_names_is_there():
     )
     assert len(named) > 5
     assert [name for name in named if name not in tests] == []
+
+
+def test_what_readme_shows_of_the_demo_is_what_it_prints():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [line] = re.findall(r'`make demo` ends with "(.+)"', text)
+    tested = ROOT / "tests" / "products" / "training" / "test_training.py"
+    assert f'assert "{line}" in text' in tested.read_text(encoding="utf-8")
 
 
 def test_figures_of_readme_are_those_of_its_picture():

@@ -63,7 +63,6 @@ def tables(prediction: Prediction) -> dict[str, Table]:
             "bubble": prediction.bubble,
             "fullest": prediction.fullest.rank,
             "memory": [round(memory.total) for memory in prediction.memory],
-            "limit": prediction.limit,
         },
         "seconds": prediction.parts,
     }

@@ -99,12 +99,6 @@ class Prediction:
         """``flops`` as a share of the data sheet's."""
         return self.flops / self.job.gpu.flops
 
-    @property
-    def limit(self) -> str:
-        """What takes most of the time beside the products of the model."""
-        others = [name for name in self.parts if name != "matrix products"]
-        return max(others, key=self.parts.__getitem__)
-
 
 def usable(job: Job) -> float:
     """The bytes of a GPU that tensors can have."""

@@ -96,18 +96,20 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
         schedule = make_schedule(name, 4, 4)
         placed = schedule.placement
         title = _GROUPS[-1] if len(placed.paths) > 1 else _GROUPS["W" in str(schedule)]
-        facts = f"  {name:<23}{len(placed.stages_of(0)):6}  {about}"
+        shown = name + " (ZBV)" * (name == "ZBVZeroBubble")
+        facts = f"  {shown:<23}{len(placed.stages_of(0)):6}  {about}"
         groups[title].append(fill(facts, 80, subsequent_indent=" " * 33))
-    click.echo("schedule                 stages  what it does")
+    click.echo(_START)
     for title, listed in groups.items():
         if listed:
             click.echo("\n".join(["", title, *listed]))
-    click.echo(
-        "\nstages: of a rank, by default; ZBV, a good first choice, is short for\n"
-        "  ZBVZeroBubble; fpipe compare has the times of all"
-    )
 
 
+_START = """\
+start with ZBV, short for ZBVZeroBubble; with VHalf or VMin where memory is
+  short; fpipe compare has the times and the memory of all
+
+schedule                 stages  what it does (stages: of a rank, by default)"""
 _GROUPS = (
     "a backward is one action, B",
     "a backward can be two actions, I and W, so that ranks wait less",
@@ -199,7 +201,7 @@ def compare(
         raise usage_error("no schedule fits these counts: " + ", ".join(unsupported))
     priced = _priced(price, per)
     chosen = comparison.take(entries, limit)
-    taken = _taken(chosen, limit)
+    taken = _taken(entries, chosen, limit)
     entries.sort(key=lambda entry: entry.memory > limit * ALMOST)
     take = chosen and chosen.name
     columns = _COLUMNS.format(_one(price), " within the limit; ! is over it" * (limit < inf))
@@ -218,8 +220,18 @@ def compare(
     say(f"\n{columns}")
     if unsupported:
         say(f"\nnot for these counts: {', '.join(unsupported)}")
+    if chosen is None:
+        given = f" --stages {stages}" * bool(stages) + _given(costs, price, per, memory)
+        click.echo(f"\ntry: fpipe solve -p {p} -m {m}{given}")
     if out:
         click.echo(f"wrote {out}")
+
+
+def _given(costs: str, price: Costs, per: Per, memory: str | None = None) -> str:
+    """The options of a command for the same costs and memory."""
+    given = " --per stage" * (per == "stage" and not price.counts)
+    given += f" --costs {quote(costs)}" if costs else ""
+    return given + (f" --memory {quote(memory)}" if memory else "")
 
 
 def _priced(price: Costs, per: Per) -> str:
@@ -232,16 +244,26 @@ def _say_problem(ranks: int, microbatches: int, rest: str) -> None:
     say(f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n")
 
 
-def _taken(chosen: comparison.Entry | None, limit: float) -> str:
+def _taken(
+    entries: Sequence[comparison.Entry], chosen: comparison.Entry | None, limit: float
+) -> str:
     if chosen is None:
         return (
-            f"none of these schedules holds at most {held(limit)}; give more, or try fpipe solve "
-            f"--memory {limit:.6g}"
+            f"none of these schedules holds at most {held(limit)}; give more, or let fpipe solve "
+            "search for one"
         )
+    within = f" within memory {held(limit)}" * (limit < inf)
+    text = f"take {chosen.name}, the shortest step{within}: {_figures(chosen)}"
+    once = comparison.take(entries, limit, copies=1)
+    if once and once != chosen:
+        text += f"\nor {once.name}: {_figures(once)}"
+    return text
+
+
+def _figures(entry: comparison.Entry) -> str:
     return (
-        f"take {chosen.name}, the shortest step{f' within memory {held(limit)}' * (limit < inf)}: "
-        f"total {chosen.total:.6g}, bubble {chosen.bubble:.2%}, memory {held(chosen.memory)}, "
-        f"weights {chosen.weights:g}x"
+        f"total {entry.total:.6g}, bubble {entry.bubble:.2%}, memory {held(entry.memory)}, "
+        f"weights {entry.weights:g}x"
     )
 
 
@@ -253,11 +275,8 @@ memory: the fullest rank's peak{}
 bubble: idle share, 1 - work / span"""
 
 
-def _verdict(
-    best: Solved, entries: Sequence[comparison.Entry], limit: float, given: str, one: str
-) -> str:
-    """Whether it is the best, beside the best named ones, and a picture unless one is as good."""
-    t = best.timeline
+def _how_good(best: Solved) -> str:
+    """How far its span is from the least, and whether the cut of the layers sets that."""
     found = "optimal: yes, no schedule with one copy of each stage has a shorter span"
     if best.gap:
         found = (
@@ -265,30 +284,52 @@ def _verdict(
             f"(set by {best.bound.reason})"
         )
     found = fill(found, 80)
-    mean = sum(t.busy) / best.ranks
+    mean = sum(best.timeline.busy) / best.ranks
     if best.bound.reason.endswith("its work") and best.bound > mean * ALMOST:
-        uneven = (
+        found += "\n" + fill(
             f"the busiest rank works for {best.bound:.6g}, ranks on average for {mean:.6g}: a more "
-            "even cut of the layers into stages allows a shorter span, see fpipe.balance"
+            "even cut of the layers into stages allows a shorter span, see fpipe.balance",
+            80,
         )
-        found += f"\n{fill(uneven, 80)}"
+    return found
+
+
+def _verdict(
+    best: Solved, entries: Sequence[comparison.Entry], limit: float, one: str, draw: str, then: str
+) -> str:
+    """Whether it is the best, beside the best named ones, and a picture unless one is as good.
+
+    ``draw`` are the options that draw a named one; ``then`` is what to try where none is as good.
+    """
+    t = best.timeline
     named = f"no named schedule holds at most {held(limit)}"
     as_good = False
-    rows = [("solved", t.span, t.total, max(t.peak_bytes), t.bubble)]
-    if taken := comparison.take(entries, limit, "span"):
-        rows.append((taken.name, taken.span, taken.total, taken.memory, taken.bubble))
-        _, *pairs, _ = zip(*rows, strict=True)
-        as_good = all(theirs <= ours * ALMOST for ours, theirs in pairs)
-        span, total, more = (f"{theirs / ours - 1:+.1%}" for ours, theirs in pairs)
-        named = f"best named schedule: {taken.name} (span {span}, total {total}, memory {more})"
-    if as_good:
-        named = f"no better than {rows[1][0]}: use that\ntry: fpipe draw {rows[1][0]} {given}"
+    solved = comparison.entry_of("solved", best, t)
+    rows = [solved]
+    if taken := comparison.take(entries, limit, "span", copies=1):
+        rows.append(taken)
+        total, span, more = changes = [
+            (theirs - ours) / (ours or 1)
+            for theirs, ours in zip(taken[3:6], solved[3:6], strict=True)  # total, span, memory
+        ]
+        as_good = max(changes) <= ALMOST - 1
+        gains = f"span {span:+.1%}, total {total:+.1%}, memory {more:+.1%}"
+        named = f"best named schedule: {taken.name} ({gains})"
+        if as_good:
+            named = f"no better than {taken.name}: use that"
+            then = f"fpipe draw {taken.name} {draw}"
+    for copies, note in ((1, ""), (inf, " (not searched)")):
+        other = comparison.take(entries, limit, copies=copies)
+        if other and other not in rows and other.total <= t.total * ALMOST:
+            rows.append(other)
+            named += f"\nor {other.name}: {_figures(other)}{note}"
+    if then:
+        named += f"\ntry: {then}"
     cells = [
-        (name, f"{span:.6g}", f"{total:.6g}", held(most), f"{max(bubble, 0):.2%}")
-        for name, span, total, most, bubble in rows
+        (e.name, f"{e.span:.6g}", f"{e.total:.6g}", held(e.memory), f"{e.bubble:.2%}") for e in rows
     ]
     table = "\n".join(pictures.aligned([("", "span", "total", "memory", "bubble"), *cells]))
-    text = f"{found}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
+    text = f"{_how_good(best)}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
     if not as_good:
         places = f"stages by rank: {repr(best.placement)[10:-1]}"
         text += "\n" + fill(places, 80, subsequent_indent="  ")
@@ -337,16 +378,20 @@ def solve(
         )
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
-    once = [entry for entry in entries if entry.weights <= 1]
-    priced = f" --costs {quote(costs)}" if costs else ""
-    if costs and not price.counts:
-        priced = f" --per {per}{priced}"
-    given = f"-p {p} -m {m} --stages {best.stages}{priced}"
+    priced = _given(costs, price, per)
+    counts = f"-p {p} -m {m} --stages {best.stages}"
+    then = ""
+    if best.gap or not out:  # else this schedule is the best, and in the file
+        then = f"fpipe solve {counts}{_given(costs, price, per, memory)}"
+        then += f" --placement {placement}" * (placement != "any")
+        then += f" --seconds {min(6 * seconds, 86400):g}" * (best.gap > 0)
+        then += f" --out {quote(out or 'plan.csv')}"
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
     count = f"stages {best.stages}{' (from the costs)' * bool(price.counts)}"
     _say_problem(p, m, f"{count}, {_priced(price, per)}{within}")
-    click.echo(_verdict(best, once, limit, given, _one(price)), color=True)
+    text = _verdict(best, entries, limit, _one(price), counts + priced, then)
+    click.echo(text, color=True)
     if out:
         best.to_csv(out)
         click.echo(f"wrote {out}; try: fpipe draw {out}{priced}")

@@ -96,7 +96,10 @@ def plan(
         return
     _show(job, result)
     if out is not None:
-        click.echo(f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0")
+        click.echo(
+            f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0\n"
+            "its table [schedule] has the arguments of fpipe.make_schedule"
+        )
 
 
 def _filter(only: Sequence[str], job: Job) -> Callable[[Layout], bool]:
@@ -126,20 +129,25 @@ def _show(job: Job, result: Layouts) -> None:
         f"sequences of {job.sequence} tokens, "
         f"{job.gpus} {job.gpu.name} of {job.gpu.memory / GIB:.0f} GiB"
     )
-    click.echo(f"\n{table(list(map(_row, result.best)))}\n")
-    say(
-        "tp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
-        "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; microbatches: how "
-        "many, x sequences of each; recompute: what a backward computes again, selective: norms "
-        "and activation functions, full: whole layers"
-    )
-    click.echo("\nthe first layout")
-    for about, text in _why(result.best[0]).items():
-        click.echo(fill(text, 80, initial_indent=f"  {about:<8}", subsequent_indent=" " * 10))
-    if result.best[0].layout.pp > 1:
+    click.echo(f"\n{table(list(map(_row, result.best)))}")
+    first = result.best[0]
+    if first.layout.pp > 1:
         with suppress(PlanError):  # none fits
             [alone] = search(job, lambda layout: layout.pp == 1, 1).best
-            say(f"\nbest without a pipeline: {alone.step:.3f} s; --only pp=1 shows it")
+            say(
+                f"\nbest without a pipeline (--only pp=1): {alone.step:.3f} s, "
+                f"{alone.step / first.step - 1:+.1%} against the first layout"
+            )
+    say(
+        "\ntp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
+        "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; stages: of all "
+        "pipeline ranks; recompute: what a backward computes again, selective: norms and "
+        "activation functions, full: whole layers; microbatches: how many, x sequences of each; "
+        "seconds: of a step; GiB: of the fullest rank"
+    )
+    click.echo("\nthe first layout")
+    for about, text in _why(first).items():
+        click.echo(fill(text, 80, initial_indent=f"  {about:<8}", subsequent_indent=" " * 10))
     say(
         f"\n{result.possible} of {result.layouts} layouts have room for the state and one "
         f"microbatch; {result.predicted} were simulated; no other can be faster"
@@ -175,10 +183,9 @@ def _why(best: Prediction) -> Mapping[str, str]:
         parts["without gradients that come later"] = -full.late
     memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
     return {
-        "speed": f"{best.flops / 1e12:.0f} TFLOP/s, MFU {best.mfu:.1%}, bubble "
+        "speed": f"{best.flops / 1e12:.0f} TFLOP/s per GPU, MFU {best.mfu:.1%}, bubble "
         f"{best.bubble:.1%} (of the time without copies and optimizer)",
         "time": time,
-        "loss": f"{best.limit}, the largest after matrix products",
         "bound": f"no layout takes less than {least:.3f} s, the model's operations at "
         f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
         "layers": f"by stage: {[*best.layout.counts(job.model)]}",

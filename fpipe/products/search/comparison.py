@@ -15,7 +15,7 @@ from itertools import compress
 from math import inf
 from typing import NamedTuple
 
-from ... import Costs, Schedule, make_schedule, schedule_names
+from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
 from ...actions import Per, Track, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
@@ -78,22 +78,26 @@ def compare(
                 reason = re.sub(f"{name} takes (.*?);.*", r"\1", first)  # without advice in Python
                 left_out.setdefault(reason, []).append(name)
                 continue
-            most = max(len(schedule.placement.stages_of(rank)) for rank in range(ranks))
-            entries.append(
-                Entry(
-                    name,
-                    schedule.stages,
-                    bubble=max(t.bubble, 0.0),
-                    total=t.total,
-                    span=t.span,
-                    memory=max(t.peak_bytes),
-                    weights=most * ranks / schedule.stages,
-                    messages=t.messages,
-                    volume=t.volume,
-                )
-            )
+            entries.append(entry_of(name, schedule, t))
     entries.sort(key=lambda e: (round(e.total, 9), round(e.bubble, 9), e.memory))
     return entries, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
+
+
+def entry_of(name: str, schedule: Schedule, t: Timeline) -> Entry:
+    """What a schedule costs in a timeline of it."""
+    ranks = schedule.ranks
+    most = max(len(schedule.placement.stages_of(rank)) for rank in range(ranks))
+    return Entry(
+        name,
+        schedule.stages,
+        bubble=max(t.bubble, 0.0),
+        total=t.total,
+        span=t.span,
+        memory=max(t.peak_bytes),
+        weights=most * ranks / schedule.stages,
+        messages=t.messages,
+        volume=t.volume,
+    )
 
 
 def named_alike(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
@@ -123,11 +127,14 @@ def in_microbatches(costs: Costs, per: Per, share: float) -> Costs:
     return replace(costs, saved=share, kept=kept)
 
 
-def take(entries: Sequence[Entry], limit: float = inf, time: str = "total") -> Entry | None:
-    """The schedule to take: of those that hold at most ``limit`` the one of the least ``time``
-    ("span" or "total"), then of the least total, the fewest weights and the least memory.
+def take(
+    entries: Sequence[Entry], limit: float = inf, time: str = "total", copies: float = inf
+) -> Entry | None:
+    """The schedule to take: of those that hold at most ``limit``, and at most so many ``copies`` of
+    weights, the one of the least ``time`` ("span" or "total"), then of the least total, the fewest
+    weights and the least memory.
     """
-    fitting = [entry for entry in entries if entry.memory <= limit * ALMOST]
+    fitting = [e for e in entries if e.memory <= limit * ALMOST and e.weights <= copies]
     return min(
         fitting,
         key=lambda e: (round(getattr(e, time), 9), round(e.total, 9), e.weights, e.memory),

@@ -41,7 +41,7 @@ def printed(capsys: pytest.CaptureFixture[str], line: str) -> str:
 def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, LINE + " --top 3")
     assert max(map(len, out.splitlines())) <= 80
-    lines = re.sub(r"\n {10}|\n  (?!speed|time|loss|bound|layers|memory)", " ", out).splitlines()
+    lines = re.sub(r"\n {10}|\n  (?!speed|time|bound|layers|memory)", " ", out).splitlines()
     assert lines[0].startswith(
         "llama 1024x8: 0.1914 billion parameters, 32 sequences of 1024 tokens, 8 a100 of 4 GiB"
     )
@@ -49,19 +49,26 @@ def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     seconds = [float(line.split()[-2]) for line in lines[3:6]]
     assert seconds == sorted(seconds) and lines[6] == ""
     first = lines.index("the first layout")
-    of_first = dict(line.split(maxsplit=1) for line in lines[first + 1 : first + 7])
-    assert [*of_first] == ["speed", "time", "loss", "bound", "layers", "memory"]
-    assert lines[first + 7] == ""
+    of_first = dict(line.split(maxsplit=1) for line in lines[first + 1 : first + 6])
+    assert [*of_first] == ["speed", "time", "bound", "layers", "memory"]
+    assert lines[first + 6] == ""
     assert sum(json.loads(of_first["layers"].removeprefix("by stage: "))) == 8
     assert all(re.search(r" \d+\.\d{3} +\d+$", line) for line in lines[3:6])
+    assert " TFLOP/s per GPU, " in of_first["speed"]
+    legend = " ".join(out.partition("\ntp: ")[2].partition("\n\n")[0].split())
+    assert all(f"; {name}: " in legend for name in ("stages", "microbatches", "seconds", "GiB"))
     shares = [float(part.split()[-1].rstrip("%")) for part in of_first["time"].split(", ")]
-    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert sum(shares) == pytest.approx(100, abs=0.5) and shares == sorted(shares, reverse=True)
 
 
 def test_the_best_without_a_pipeline(capsys: pytest.CaptureFixture[str]):
-    """Whether a pipeline pays was not to be seen."""
+    """Whether a pipeline pays was not to be seen, then only at the end and without a share."""
     out = printed(capsys, LINE + " --only pp=4")
-    [seconds] = re.findall(r"^best without a pipeline: ([\d.]+) s;", out, re.M)
+    [first] = re.findall(r"GiB\n.* ([\d.]+) +\d+\n", out)
+    line = r"^best without a pipeline \(--only pp=1\): ([\d.]+) s, ([-+][\d.]+)% against"
+    [(seconds, more)] = re.findall(line, out, re.M)
+    assert float(more) == pytest.approx(100 * (float(seconds) / float(first) - 1), abs=1)
+    assert out.index("best without") < out.index("\ntp: "), "below the table"
     alone = printed(capsys, LINE + " --only pp=1 --top 1")
     assert f" {seconds} " in alone and "without a pipeline" not in alone
 
@@ -76,7 +83,7 @@ def test_the_widest_layouts_fit_80_columns(capsys: pytest.CaptureFixture[str]):
 
 def test_a_plan_is_written_and_read(capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, LINE + " --out plan.toml")
-    assert "wrote plan.toml" in out
+    assert "wrote plan.toml; try: fpipe rehearse plan.toml" in out and "fpipe.make_schedule" in out
     read = read_plan("plan.toml")
     best = search(read.job).best[0]
     assert read.layout.counts(read.job.model) == best.layout.counts(best.job.model)

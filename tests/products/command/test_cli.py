@@ -330,13 +330,15 @@ def test_an_interrupt_ends_with_130(
 
 # ---- names and the table ----
 def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
-    head, *groups, foot = printed(capsys, "names").split("\n\n")
-    assert head.split()[:2] == ["schedule", "stages"] and "is short for\n  ZBVZeroBubble" in foot
+    start, head, *groups = printed(capsys, "names").split("\n\n")
+    assert start.startswith("start with ZBV, short for ZBVZeroBubble; "), "it was the last line"
+    assert head.split()[:2] == ["schedule", "stages"]
     one, two, on_two_ranks = (  # what is longer than 80 columns goes on
         re.sub(r"\n {30,}", " ", group).splitlines()[1:] for group in groups
     )
     lines = {line.split()[0]: line for line in one + two + on_two_ranks}
     assert sorted(lines) == sorted(schedule_names())
+    assert lines["ZBVZeroBubble"].split()[:3] == ["ZBVZeroBubble", "(ZBV)", "2"]
     assert all(len(line.split()) > 3 and "`" not in line for line in lines.values())
     assert one[0].split()[0] == "GPipe" and len(on_two_ranks) == 2
     assert {line.split()[0] for line in two} >= {"ZBVZeroBubble", "DualPipeV", "SeqZBH1"}
@@ -566,8 +568,53 @@ def test_compare_names_the_one_to_take(
     assert "25.5*" in page and "the fewest weights, then the least memory" in page
     heavy = printed(capsys, "compare", "-p", "4", "-m", "8", "--only", "GPipe", "--memory", "3")
     assert "none of these schedules holds at most 3; give more" in heavy, "VHalf does"
+    assert heavy.endswith("\n\ntry: fpipe solve -p 4 -m 8 --memory 3\n")
     found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
     assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
+
+
+def test_what_compare_says_to_try_is_the_same_problem(capsys: pytest.CaptureFixture[str]):
+    """It left out all but --memory, in digits such as 1.2e+10."""
+    given = "-p 2 -m 6 --stages 4 --per stage --costs F=1,saved=4e9 --memory 12GB"
+    out = printed(capsys, *f"compare {given} --only GPipe --only LoopedBFS".split())
+    assert out.splitlines()[-1] == f"try: fpipe solve {given}"
+    solved = printed(capsys, *f"solve {given} --seconds 0.1".split())
+    assert "memory at most 11.2 GiB" in " ".join(solved.split())
+
+
+def test_compare_and_solve_name_the_same_schedules(capsys: pytest.CaptureFixture[str]):
+    """One took DualPipe, which holds weights twice, and the other ZBH2, without a word of ZBH1."""
+    costs = "F=1:1:1:1.6,I=1:1:1:1.6,W=1:1:1:1.2"
+    once = "or ZBH1: total 38.2, bubble 28.34%, memory 4, weights 1x"
+    twice = "DualPipe{} total 29.6, bubble 9.46%, memory 5, weights 2x"
+    compared = printed(capsys, "compare", "--costs", costs).splitlines()
+    assert compared[3:6] == [f"take {twice.format(', the shortest step:')}", once, ""]
+    solved = printed(capsys, "solve", "--costs", costs).splitlines()
+    place = solved.index("no better than ZBH2: use that")
+    assert solved[place + 1 : place + 3] == [once, f"or {twice.format(':')} (not searched)"]
+    names = [line.split()[0] for line in solved[place + 6 : place + 10]]
+    assert names == ["solved", "ZBH2", "ZBH1", "DualPipe"]
+    compared = printed(capsys, "compare")
+    assert "\nor " not in compared, "it takes one that holds weights once"
+
+
+def test_solve_says_what_to_try_after_a_search_that_may_find_more(
+    capsys: pytest.CaptureFixture[str],
+):
+    given = "-p 4 -m 8 --stages 8 --per stage --costs F=1.5 --memory 1.5"
+    text = printed(capsys, *f"solve {given} --placement V --seconds 0.1".split())
+    assert "\ngap " in text
+    more = f"try: fpipe solve {given} --placement V --seconds 0.6 --out plan.csv"
+    assert more in text.splitlines()
+    uneven = ("solve", "--costs", "F=1:2:1:2", "-p", "4", "-m", "8")
+    optimal = printed(capsys, *uneven)
+    assert "\ntry: fpipe solve -p 4 -m 8 --stages 4 --costs F=1:2:1:2 --out plan.csv\n" in optimal
+    assert "try: fpipe solve" not in printed(capsys, *uneven, "--out", "plan.csv")
+
+
+def test_solve_where_nothing_is_held(capsys: pytest.CaptureFixture[str]):
+    """It was a division by zero."""
+    assert "no better than ZBVZeroBubble" in printed(capsys, "solve", "--costs", "saved=0")
 
 
 def test_a_hint_of_completion_is_one_line(capsys: pytest.CaptureFixture[str]):
@@ -629,7 +676,7 @@ def test_solve_holds_no_more_than_a_named_schedule_of_equal_times(
     """It placed Ws where a rank held 8 microbatches, for the span and the total of one with 4."""
     uneven = ",".join(f"{op}=1:2:1:1" for op in "FIW")
     text = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", uneven)
-    *_, solved, named = text.partition("\n\nspan: ")[0].splitlines()
+    *_, solved, named, _ = text.partition("\n\nspan: ")[0].splitlines()  # and DualPipe
     assert solved.split() == ["solved", "48", "49", "4", "37.50%"]
     assert named.split() == ["ZBH1", "48", "49", "4", "37.50%"], (
         "no interleaved one of one stage a rank"
@@ -696,7 +743,8 @@ def test_equal_costs_give_equal_figures_everywhere(
         assert f"peak {number(memory)} microbatch" in drawn
         assert f"total {number(t.total)}, bubble {percent(t.bubble)}" in drawn
     solved = printed(capsys, "solve", *options, "--seconds", "0.01", "-o", "plan.csv")
-    whose = "" if ":" in costs else f" --per {per}"  # numbers by stage are those of stages
+    # the default is rank; numbers by stage are those of stages
+    whose = " --per stage" if per == "stage" and ":" not in costs else ""
     assert solved.endswith(f"fpipe draw plan.csv{whose} --costs {costs}\n")
     t = Schedule.from_csv("plan.csv").simulate(Costs.parse(costs), per=per)
     assert f"\ntotal {number(t.total)}, bubble {percent(t.bubble)}, peak" in solved
