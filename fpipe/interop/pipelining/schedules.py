@@ -115,6 +115,10 @@ class _PipelineSchedule:
             )
         return schedule
 
+    def _validate_and_set_stage_mapping(self, actions: Order) -> None:
+        """Take an order as it is in memory, by rank; subclasses of users call it."""
+        self.take_schedule(orders.schedule_of(actions))
+
     # ---- steps ----
     def step(
         self,
