@@ -28,7 +28,6 @@ from fpipe.collectives._store import set_timeout
 from fpipe.engine import first_call
 from fpipe.engine.execute import WATCH
 from fpipe.engine.results import Results
-from fpipe.passes.profile.recording import steps_of
 from fpipe.products.training.outcome import store
 from fpipe.saving import reading, streaming, writing
 
@@ -152,8 +151,8 @@ class Fate:
         """For ``WATCH``: strike before one instruction of a plan."""
 
         def watch(bound: Any, phase: int | None) -> Iterable[tuple[int, Any]]:
-            first, given = steps_of(bound, phase)
-            steps = list(given)
+            first = bound.plan.split if phase else 0
+            steps = list(bound.steps[first : bound.plan.split if phase == 0 else None])
             if self.armed and steps:
                 at = int(share * len(steps))
                 struck = steps[at]

@@ -18,6 +18,8 @@ from functools import cached_property
 from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from ...actions.action import AnyAction, Row
 from ...collectives.group import Work
 from ...engine.copies import Copies
@@ -61,14 +63,15 @@ class _Started(OfShare):
         def step(r: Registers) -> None:
             works = []
             for bucket, reads in buckets:
-                works.append(self.start(bucket, [r.slots[i] if i >= 0 else None for i in reads]))
+                leaves: list[Any] = [r.slots[i] if i >= 0 else None for i in reads]
+                works.append(self.start(bucket, leaves))
             for i in frees:
                 r.slots[i] = None
             r.collectives[key] = works
 
         return step
 
-    def start(self, bucket: Bucket, leaves: list[Any]) -> Work:
+    def start(self, bucket: Bucket, leaves: list[Tensor]) -> Work:
         """Start it for the leaves of a bucket, of which some may be missing."""
         raise NotImplementedError
 
@@ -78,7 +81,7 @@ class Reduce(_Started):
 
     kind = "REDUCE"
 
-    def start(self, bucket: Bucket, leaves: list[Any]) -> Work:
+    def start(self, bucket: Bucket, leaves: list[Tensor]) -> Work:
         copies = self.share.copies
         memory = self.share.layout.pack(bucket, leaves, self.share.carried(bucket))
         op = "mean" if copies.mean else "sum"
@@ -90,7 +93,7 @@ class Unshard(_Started):
 
     kind = "UNSHARD"
 
-    def start(self, bucket: Bucket, leaves: list[Any]) -> Work:
+    def start(self, bucket: Bucket, leaves: list[Tensor]) -> Work:
         return self.share.copies.group.start_gather(self.share.layout.fill(bucket, leaves))
 
 

@@ -37,7 +37,7 @@ class Balance:
     what the simulator says of both. ``str()`` shows them side by side.
     """
 
-    names: tuple[Any, ...]
+    names: tuple[object, ...]
     items: tuple[float, ...]
     schedule: Schedule
     even: Starts
