@@ -271,13 +271,13 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
         yield ("curve",), "memory held"
     if detail and not dense:
         yield (), naming(scenes, detail)
-        if scenes[-1].against:  # tints say when actions end, letters what they are
+        if detail > 1 and scenes[-1].against:  # tints say when actions end, letters what they are
             coloured = {key[0] for scene in scenes for key in scene.colours}
             for op in scenes[-1].ops:
                 if op not in coloured:
                     yield (), f"{op} {KINDS[op].name}"
-        if any(scene.against and scene.shades == 2 for scene in scenes):
-            yield (), SMALL
+            if any(scene.against and scene.shades == 2 for scene in scenes):
+                yield (), SMALL
 
 
 # ---- names of actions ----

@@ -792,13 +792,34 @@ def test_a_picture_is_as_wide_as_its_numbers_need(name: str, size: tuple[int, in
 
 @pytest.mark.parametrize("width", [120, 200, 268, 330, 450, 600, 900])
 @pytest.mark.parametrize("paper", [False, True])
-def test_scenes_of_a_picture_have_names_in_one_way(width: float, paper: bool):
-    """In the column of a paper one panel had numbers, which touched, and the next had none."""
+def test_kinds_of_a_picture_have_names_where_their_bars_have_room(width: float, paper: bool):
+    """1F1B had numbers in the column of a paper, and none where ZBV was below it."""
     drawn = scenes([timeline(name) for name in ("1F1B", "ZBV", "VHalf")])
     look = Look(paper=paper)
     frame = shapes.frame(drawn, look, width, 26, plotting.LETTERS)
-    assert {share for shares in named(drawn, frame) for share in shares.values()} in ({0}, {1})
+    shares = named(drawn, frame)
+    assert {share for one in shares for share in one.values()} <= {0, 1}
     assert frame.detail in (0, 1, 3), "never a letter without its stage"
+    alone = shapes.frame(drawn[:1], look, frame.scale * drawn[0].length, 26, plotting.LETTERS)
+    assert shares[0] == named(drawn[:1], alone)[0]
+
+
+@pytest.mark.parametrize(("inches", "shares"), [(3.4, (1, 0)), (7, (1, 0)), (13, (1, 1))])
+def test_the_first_schedule_of_a_difference_has_numbers(inches: float, shares: tuple[int, int]):
+    """In pictures for papers no schedule had names, as letters and numbers of the second one had no
+    room.
+    """
+    look = Look(paper=True, width=96 * inches)
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    drawn = scenes([timeline("1F1B"), cheap], difference=True)
+    frame = shapes.frame(drawn, look, 96 * inches - 58, 16, plotting.LETTERS)
+    for one, share in zip(drawn, shares, strict=True):
+        found = [s for s in shapes.shapes(one, frame) if isinstance(s, shapes.Label)]
+        assert len(found) == share * len(one.bars)
+    assert frame.detail == 1 + shares[1]
+    meanings = [text for _, text in labels.legend(drawn, look, False, frame.detail)]
+    assert labels.NAMES[frame.detail - 1] in meanings
+    assert (labels.SMALL in meanings) is ("I input gradient" in meanings) is (shares[1] == 1)
 
 
 def test_the_legend_for_a_paper_has_the_columns_that_fit():
