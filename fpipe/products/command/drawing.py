@@ -14,6 +14,8 @@ from ..pictures.labels import size_text
 from . import options
 from .options import option
 
+PAGE = 7.0  #: inches of text on a page of a paper
+
 
 @click.command()
 @click.argument(
@@ -96,9 +98,8 @@ def draw(
         text = "" if out else pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
         click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
-    needed = out and look.paper and not difference and pictures.width_with_numbers(drawn, shown)
+    needed = out and look.paper and pictures.width_with_numbers(drawn, shown)
     if needed:
-        click.echo(
-            f"narrow bars have no number; --width {needed}in or fewer microbatches leave room"
-        )
+        wider = f"--width {needed}in or" if needed <= PAGE else "on a page, only"
+        click.echo(f"narrow bars have no number; {wider} fewer microbatches leave room")
     click.echo(text, nl=False, color=True)

@@ -150,7 +150,8 @@ def width_with_numbers(timeline: Timelines, look: Look) -> float:
     """The inches that a picture for a paper needs for numbers in its short bars; 0 if it has
     them.
     """
-    return _figures().width_with_numbers(shortened(scenes(timeline), look), look)
+    drawn = shortened(scenes(timeline, look.difference), look)
+    return _figures().width_with_numbers(drawn, look)
 
 
 def write(

@@ -111,7 +111,8 @@ def width_with_numbers(scenes: Scenes, look: Look) -> float:
     them.
     """
     cell = min(scene.cell for scene in scenes)
-    named = PAPER_LETTERS * LETTERS * (widest_name(scenes, 1) - 0.1)
+    short = 1 + bool(scenes[-1].against)
+    named = PAPER_LETTERS * LETTERS * (widest_name(scenes, short) - 0.1)
     need = LEFT + RIGHT + max(scene.length for scene in scenes) / cell * named
     return ceil(need / 9.6) / 10 if need > (look.width or PAPER_WIDTH) else 0.0
 

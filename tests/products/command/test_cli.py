@@ -602,6 +602,10 @@ def test_a_picture_for_a_paper_without_numbers_says_so(
     hint = "narrow bars have no number; --width 4.9in or fewer microbatches leave room"
     assert hint in printed(capsys, *words, "3.4in")
     assert "number" not in printed(capsys, *words, "4.9in")
+    hint = "number; on a page, only fewer microbatches leave room\n"
+    assert hint in printed(capsys, *words, "3.4in", "-m", "32")
+    assert hint in printed(capsys, *words, "7in", "1F1B", "--difference")
+    assert "number" not in printed(capsys, *words, "7in", "1F1B", "--difference", "-m", "3")
 
 
 def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path):
