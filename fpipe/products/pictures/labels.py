@@ -312,13 +312,13 @@ def short_names(scenes: Scenes, detail: int) -> set[str]:
 
 def widest_name(scenes: Scenes, detail: int) -> float:
     """The width of the widest of :func:`short_names` and of the space beside it, in units of the
-    size of its letters.
+    size of its letters. Full names have more space: numbers alone are the other choice.
     """
-    return MARGIN + max(text_width(text, 1.0) for text in short_names(scenes, detail))
+    return MARGIN[detail] + max(text_width(text, 1.0) for text in short_names(scenes, detail))
 
 
 # ---- letters ----
-MARGIN = 0.3  #: beside a name, in units of the size of its letters
+MARGIN = (0.3, 0.3, 0.3, 0.7)  #: beside a name, by detail, in units of the size of its letters
 _CAPITAL = 7.0  #: height of capitals
 _SPACING = 1.5  #: between letters
 _OTHER = 3.6  #: width of a character that is not listed

@@ -780,6 +780,20 @@ def test_all_bars_of_a_kind_have_a_name_or_none(name: str):
         assert vector == png and {*png[0].values()} <= {0, 1}, width
 
 
+@pytest.mark.parametrize("size", [(4, 8), (4, 4)])
+def test_full_names_have_space_on_both_sides_or_are_numbers(size: tuple[int, int]):
+    """In 1F1B.svg ``0F0`` filled its box from edge to edge."""
+    drawn = scenes(timeline("1F1B", *size))
+    found = set[int]()
+    for width in range(200, 1400, 10):
+        frame = shapes.frame(drawn, Look(), width, 26)
+        if frame.detail == 3:
+            wide = max(text_width(name, frame.size) for name in labels.short_names(drawn, 3))
+            assert drawn[0].cell * frame.scale - svg.WIDER * wide >= 4, width
+        found.add(frame.detail)
+    assert found >= {1, 3}
+
+
 @pytest.mark.parametrize("size", [(4, 8), (4, 10), (4, 12), (4, 16), (8, 16)])
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"])
 def test_a_picture_is_as_wide_as_its_numbers_need(name: str, size: tuple[int, int]):
