@@ -219,7 +219,7 @@ def compare(
     if unsupported:
         say(f"\nnot for these counts: {', '.join(unsupported)}")
     if out:
-        click.echo(f"wrote {out}")
+        options.say_written(out)
 
 
 def _priced(price: Costs, per: Per) -> str:

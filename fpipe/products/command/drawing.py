@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
 from ...actions import Per, progress, unfused
 from .. import pictures
-from ..pictures.labels import size_text
 from . import options
 from .options import option
 
@@ -97,7 +95,7 @@ def draw(
         width = int(look.width or 0) or None
         text = "" if out else pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
-        click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
+        options.say_written(path)
     needed = out and look.paper and pictures.width_with_numbers(drawn, shown)
     if needed:
         wider = f"--width {needed}in or" if needed <= PAGE else "on a page, only"
