@@ -174,10 +174,7 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
             ]
             yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
         if fold := scene.fold:  # over all else
-            at = (fold.start + fold.end) / 2
-            room = fold.gap * f.scale
             yield Rect(fold.start, fold.end, y, f.pitch, "faint")
-            yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "faint", room)
 
 
 def envelope(curve: Points, length: float) -> Points:

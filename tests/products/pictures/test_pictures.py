@@ -898,7 +898,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     assert [scene.fold for scene in shortened([whole], Look(width=150))] == [None]
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    assert f"Not drawn (\u22ef): {left_out} microbatches of the steady state" in text
+    assert f"Not drawn (band): {left_out} microbatches of the steady state" in text
     assert "--full, or full=True, draws all." in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
@@ -923,12 +923,16 @@ def test_what_is_left_out_is_over_the_memory():
 
 
 def test_the_times_of_a_narrow_paper_are_not_few():
-    """Beside what is left out they were 0, 50 and 200."""
+    """Beside what is left out they were 0, 50 and 200. The band was named by dots in it that were
+    less than a pixel.
+    """
     look = Look(paper=True, width=3.4 * 96)
     drawn = shortened(scenes(timeline("1F1B", 16, 64)), look)
     axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
     times = [label.get_text() for label in axes.get_xticklabels()]
     assert times == ["0", "20", "40", "200", "220"]
+    assert axes.get_xlabel() == "time (band: 44 microbatches not drawn)"
+    assert not any(isinstance(one, PathCollection) for one in axes.collections)
 
 
 def test_bars_beside_what_is_left_out_are_rectangles_in_figures():
