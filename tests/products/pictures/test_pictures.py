@@ -310,7 +310,7 @@ def test_an_overview_has_no_idle_time_where_there_is_no_bubble():
 def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, panels: int):
     """A column of 3.2 actions made noise of lanes that repeat."""
     text = pictures.draw(timeline("ZBV", ranks, 4 * ranks), width=80, color=False)
-    (column,) = re.findall(r"a column is (\S+) of time", text)
+    (column,) = re.findall(r"a column: (\S+) of time", text)
     assert float(column) % 0.5 == 0
     assert text.count("\nrank 3 ") == panels
 
@@ -318,10 +318,10 @@ def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, 
 @pytest.mark.parametrize(
     ("name", "width", "legend"),
     [
-        ("ZBV", 80, "a column is 2 of time or 2 short actions  letters show shares of time, not"),
-        ("ZBV", 40, "a column is 3 of time or 3 short actions\nletters show shares of time, not"),
-        ("ZBV", 160, "  a column is 1 of time  a letter: what fills most of a column"),
-        ("1F1B", 40, "a column is 1 of time\na letter: what fills most of a column"),
+        ("ZBV", 80, "a column: 2 of time or 2 short actions  letters: shares of time, not order\n"),
+        ("ZBV", 40, "3 short actions\nletters: shares of time, not order\norder: see --out x.html"),
+        ("ZBV", 160, "  a column: 1 of time  a letter: what fills most of a column"),
+        ("1F1B", 40, "a column: 1 of time\na letter: what fills most of a column"),
     ],
 )
 def test_the_legend_says_where_actions_share_a_column(name: str, width: int, legend: str):
@@ -397,15 +397,20 @@ def test_an_overview_of_differences_has_no_letters():
     assert re.sub(r"\x1b\[[0-9;]*m", "", row).strip() == "rank 3"
 
 
-def test_the_legend_of_a_difference_in_plain_text_begins_with_the_name_of_its_rows():
-    """Letters for times and letters for stages stood in one running paragraph."""
+def test_the_marks_of_a_difference_in_plain_text_are_explained_above_its_rows():
+    """Letters for times and letters for stages stood in one running paragraph, and those for times
+    20 lines below their rows.
+    """
     text = pictures.draw(
         [timeline("1F1B"), timeline("ZBV")], width=80, color=False, look=Look(difference=True)
     )
     assert text.count("\n  ends ") == 4
-    above, _, below = text.partition("\n\nF forward ")[2].partition("\nends of ZBVZeroBubble's")
-    assert "small letters: a rank's other stage" in above and "earlier" not in above
-    assert " actions, against 1F1B:  b: 6.25 to 12.5 earlier\na: up to" in below
+    lanes, _, key = text.partition("\n\nF forward ")
+    assert "small letters: a rank's other stage" in key and "earlier" not in key
+    notes, *rows = lanes.split("\n  ends ")[0].split("\nends of ZBVZeroBubble's actions, ")
+    assert "ZBVZeroBubble against 1F1B:" in notes
+    assert rows[0].startswith("against 1F1B:  b: 6.25 to 12.5 earlier\na: up to")
+    assert len(rows) == 1 and "\nrank 0 " in rows[0]
 
 
 def test_columns_are_times():
