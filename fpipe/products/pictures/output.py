@@ -297,5 +297,5 @@ def folded(text: str) -> str:
     summary, *lines = text.splitlines()
     more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
-    inner = f'<summary>{escape(summary)}</summary><pre style="overflow-x:auto">{shown}</pre>'
+    inner = f'<summary>{escape(summary)}</summary><pre style="white-space:pre-wrap">{shown}</pre>'
     return f"<details>{inner}</details>"
