@@ -96,8 +96,7 @@ def draw(
         text = "" if out else pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
         options.say_written(path)
-    needed = out and look.paper and pictures.width_with_numbers(drawn, shown)
-    if needed:
+    if out and look.paper and (needed := pictures.width_with_numbers(drawn, shown)):
         wider = f"--width {needed}in or" if needed <= PAGE else "on a page, only"
         click.echo(f"narrow bars have no number; {wider} fewer microbatches leave room")
     click.echo(text, nl=False, color=True)

@@ -154,15 +154,20 @@ def look_options(command: Callable[..., None]) -> Callable[..., None]:
         "screen",
     )
     @wraps(command)
-    def with_look(dark: bool | None, width: float | None, style: str, **others: Any) -> None:
+    def with_look(
+        dark: bool | None,
+        width: float | None,
+        style: str,
+        out: str | tuple[str, ...] | None,
+        **others: object,
+    ) -> None:
         paper = style == "paper"
-        out = others["out"] or ()
-        for path in (out,) if isinstance(out, str) else out:
+        for path in (out,) if isinstance(out, str) else out or ():
             if paper and not path.lower().endswith((".svg", ".png", ".pdf")):
                 raise usage_error(
                     f"--style paper is for .svg, .png and .pdf; leave it out for {path}"
                 )
-        command(look=Look(dark=dark, width=width, paper=paper), **others)
+        command(look=Look(dark=dark, width=width, paper=paper), out=out, **others)
 
     return with_look
 

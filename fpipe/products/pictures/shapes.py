@@ -117,8 +117,8 @@ def frame(
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
     named = 0.0
     least = PAPER_LETTERS * letters if look.paper else SMALLEST
-    details = (3, 2, 1) if scenes[-1].against else (3, 1)
-    for detail in details:  # the fullest names that fit into a short bar
+    lettered = 2 if scenes[-1].against else 3  # where colours are shifts, letters say what it is
+    for detail in (3, lettered, 1):  # the fullest names that fit into a short bar
         shown = [scene for scene in scenes if has_names(scene, detail)]
         longest = widest_name(shown, detail) - 0.1 * look.paper
         space = min(scene.cell for scene in shown) * scale
