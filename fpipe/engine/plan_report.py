@@ -11,8 +11,14 @@ from collections.abc import Iterator
 
 from ..actions.costs import Costs
 from ..actions.product import load_pass
+from ..actions.text import counted
 from ..lowering.plan import Plan
 from .prepare import Prepared
+
+HEADING = (
+    "<p>Plan of {}, {}; open a rank for its instructions. A slot holds one tensor; the peak is the "
+    "most bytes held at once, without parameters and the batch.</p>"
+)
 
 
 class Plans:
@@ -88,7 +94,10 @@ class Plans:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a line for each rank, below which its instructions fold."""
-        return "".join(plan._repr_html_() for plan in self)
+        schedule = next(iter(self._jobs.values())).schedule
+        count = counted(schedule.microbatches, "microbatch")
+        heading = HEADING.format(counted(len(self.by_rank), "rank"), count)
+        return heading + "".join(plan._repr_html_() for plan in self)
 
 
 def _held_by_a_graph(prepared: Prepared) -> int:

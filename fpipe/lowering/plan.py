@@ -22,10 +22,15 @@ from .memory import MemoryAccount
 
 KEY = """\
   0F1: F of stage 0 on microbatch 1
-  [2, 3]: slots read; a slot holds one tensor
+  an F, B or I twice: once of the loss
+  [2, 3]: slots read; each holds a tensor
   -> [4]: slots written
   free [2]: slots empty afterwards
+  RECV, WAIT: a receive begins, ends
+  SEND: a send begins
   #0: the first message from that rank
+  ADD: gradients into their sum
+  peak: the most bytes held at once
 """  #: of a notebook's cell
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import torch
 
 import fpipe
+from fpipe.lowering.plan import KEY
 from fpipe.products.pictures import output
 
 
@@ -60,6 +61,7 @@ def test_a_pipeline_and_its_plans_are_shown():
     assert "<table" not in pipe._repr_html_()  # its heading wraps
     plans = pipe.plan(*batch)
     words = texts(plans._repr_html_())
+    assert words[0].startswith("Plan of 2 ranks, 4 microbatches; open a rank for its instructions.")
     for rank in range(2):
         head = f"rank {rank}: {len(plans[rank].instructions)} instructions, "
         assert sum(word.startswith(head) for word in words) == 1  # the line that folds
@@ -73,7 +75,10 @@ def test_the_cell_of_a_plan_has_a_key_and_readable_bytes():
     head, *lines = "\n".join(texts(plan._repr_html_())[-2:]).splitlines()
     assert head.endswith(f"peak {plan.peak / 1024:.1f} KiB")
     assert "  -> [4]: slots written" in lines
-    assert all(len(line) < 48 for line in lines[:5])  # fits a phone
+    assert "\n".join(lines).startswith(KEY)
+    assert all(len(line) < 44 for line in KEY.splitlines())  # fits a phone
+    explained = set(re.findall("[A-Z]{2,}", KEY))
+    assert {ins.kind for ins in plan.instructions} <= {*explained, *"FBIW"}
     assert f"peak {plan.peak:,} bytes" in str(plan)
 
 

@@ -224,7 +224,7 @@ def compare(
         given = f" --stages {stages}" * bool(stages) + _given(costs, price, per, memory)
         click.echo(f"\ntry: fpipe solve -p {p} -m {m}{given}")
     if out:
-        click.echo(f"wrote {out}")
+        options.say_written(out)
 
 
 def _given(costs: str, price: Costs, per: Per, memory: str | None = None) -> str:

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
 from ...actions import Per, progress, unfused
 from .. import pictures
-from ..pictures.labels import size_text
 from . import options
 from .options import option
+
+PAGE = 7.0  #: inches of text on a page of a paper
 
 
 @click.command()
@@ -95,10 +95,8 @@ def draw(
         width = int(look.width or 0) or None
         text = "" if out else pictures.draw(drawn, width=width, color=color, look=shown)
     for path in out:
-        click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
-    needed = out and look.paper and not difference and pictures.width_with_numbers(drawn, shown)
-    if needed:
-        click.echo(
-            f"narrow bars have no number; --width {needed}in or fewer microbatches leave room"
-        )
+        options.say_written(path)
+    if out and look.paper and (needed := pictures.width_with_numbers(drawn, shown)):
+        wider = f"--width {needed}in or" if needed <= PAGE else "on a page, only"
+        click.echo(f"narrow bars have no number; {wider} fewer microbatches leave room")
     click.echo(text, nl=False, color=True)

@@ -42,7 +42,7 @@ def explain(script: str, arguments: Sequence[str], out: str | None) -> None:
     page = first_page(script, arguments)
     if out:
         page.save(out)
-        click.echo(f"wrote {out}")
+        options.say_written(out)
     else:
         click.echo(page)
 

@@ -23,7 +23,7 @@ from ...errors import ScheduleError
 from ...generators import is_path, read_schedule, schedule_from, schedule_in, schedule_names
 from ...schedule import Schedule
 from ..pictures import Look
-from ..pictures.labels import aligned
+from ..pictures.labels import aligned, size_text
 from ..search.memory_limit import in_bytes
 
 MOST_COSTS = 16 << 20  #: bytes of a file of costs
@@ -154,8 +154,20 @@ def look_options(command: Callable[..., None]) -> Callable[..., None]:
         "screen",
     )
     @wraps(command)
-    def with_look(dark: bool | None, width: float | None, style: str, **others: object) -> None:
-        command(look=Look(dark=dark, width=width, paper=style == "paper"), **others)
+    def with_look(
+        dark: bool | None,
+        width: float | None,
+        style: str,
+        out: str | tuple[str, ...] | None,
+        **others: object,
+    ) -> None:
+        paper = style == "paper"
+        for path in (out,) if isinstance(out, str) else out or ():
+            if paper and not path.lower().endswith((".svg", ".png", ".pdf")):
+                raise usage_error(
+                    f"--style paper is for .svg, .png and .pdf; leave it out for {path}"
+                )
+        command(look=Look(dark=dark, width=width, paper=paper), out=out, **others)
 
     return with_look
 
@@ -193,6 +205,11 @@ def say(text: str) -> None:
     """Print text, its lines of at most 80 columns."""
     for line in text.splitlines():
         click.echo(fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def say_written(path: str) -> None:
+    """Print which file was written, and how large it is."""
+    click.echo(f"wrote {path} ({size_text(Path(path).stat().st_size)})")
 
 
 def print_json(value: object) -> None:

@@ -138,7 +138,7 @@ def notes(scene: Scene) -> list[str]:
     return lines
 
 
-def summary(scene: Scene, mark: str = "\u22ef", most: int = 0) -> Iterator[str]:
+def summary(scene: Scene, mark: str = "band", most: int = 0) -> Iterator[str]:
     """The lines above a picture: its figures, such as ``total 25.5, bubble 0%, peak 4
     microbatches``, and what is not drawn, at ``mark``. The peaks of up to ``most`` ranks are
     listed, for pictures that have none beside the lanes.
@@ -271,13 +271,13 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
         yield ("curve",), "memory held"
     if detail and not dense:
         yield (), naming(scenes, detail)
-        if scenes[-1].against:  # tints say when actions end, letters what they are
+        if detail > 1 and scenes[-1].against:  # tints say when actions end, letters what they are
             coloured = {key[0] for scene in scenes for key in scene.colours}
             for op in scenes[-1].ops:
                 if op not in coloured:
                     yield (), f"{op} {KINDS[op].name}"
-        if any(scene.against and scene.shades == 2 for scene in scenes):
-            yield (), SMALL
+            if any(scene.against and scene.shades == 2 for scene in scenes):
+                yield (), SMALL
 
 
 # ---- names of actions ----
@@ -312,13 +312,13 @@ def short_names(scenes: Scenes, detail: int) -> set[str]:
 
 def widest_name(scenes: Scenes, detail: int) -> float:
     """The width of the widest of :func:`short_names` and of the space beside it, in units of the
-    size of its letters.
+    size of its letters. Full names have more space: numbers alone are the other choice.
     """
-    return MARGIN + max(text_width(text, 1.0) for text in short_names(scenes, detail))
+    return MARGIN[detail] + max(text_width(text, 1.0) for text in short_names(scenes, detail))
 
 
 # ---- letters ----
-MARGIN = 0.3  #: beside a name, in units of the size of its letters
+MARGIN = (0.3, 0.3, 0.3, 0.7)  #: beside a name, by detail, in units of the size of its letters
 _CAPITAL = 7.0  #: height of capitals
 _SPACING = 1.5  #: between letters
 _OTHER = 3.6  #: width of a character that is not listed

@@ -150,7 +150,8 @@ def width_with_numbers(timeline: Timelines, look: Look) -> float:
     """The inches that a picture for a paper needs for numbers in its short bars; 0 if it has
     them.
     """
-    return _figures().width_with_numbers(shortened(scenes(timeline), look), look)
+    drawn = shortened(scenes(timeline, look.difference), look)
+    return _figures().width_with_numbers(drawn, look)
 
 
 def write(
@@ -296,5 +297,5 @@ def folded(text: str) -> str:
     summary, *lines = text.splitlines()
     more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
-    inner = f'<summary>{escape(summary)}</summary><pre style="overflow-x:auto">{shown}</pre>'
+    inner = f'<summary>{escape(summary)}</summary><pre style="white-space:pre-wrap">{shown}</pre>'
     return f"<details>{inner}</details>"

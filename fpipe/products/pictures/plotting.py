@@ -111,7 +111,8 @@ def width_with_numbers(scenes: Scenes, look: Look) -> float:
     them.
     """
     cell = min(scene.cell for scene in scenes)
-    named = PAPER_LETTERS * LETTERS * (widest_name(scenes, 1) - 0.1)
+    short = 1 + bool(scenes[-1].against)
+    named = PAPER_LETTERS * LETTERS * (widest_name(scenes, short) - 0.1)
     need = LEFT + RIGHT + max(scene.length for scene in scenes) / cell * named
     return ceil(need / 9.6) / 10 if need > (look.width or PAPER_WIDTH) else 0.0
 
@@ -201,7 +202,7 @@ def _ticks(axes: Axes, scene: Scene, hidden: int, step: float) -> None:
     times = [k * step for k in range(int(scene.total / step + 1e-9) + 1)]
     times = [time for time in times if not scene.is_hidden(time)]
     axes.set_xticks(list(map(scene.place, times)), list(map(labels.number, times)))
-    axes.set_xlabel(f"{axes.get_xlabel()} (\u22ef: {hidden} microbatches)")
+    axes.set_xlabel(f"{axes.get_xlabel()} (band: {hidden} microbatches not drawn)")
 
 
 def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, str]) -> None:

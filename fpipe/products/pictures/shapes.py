@@ -115,24 +115,30 @@ def frame(
     """The measures for lanes of so many pixels."""
     scale = width / (max(scene.length for scene in scenes) or 1.0)
     hints = sum(len(scene.bars) for scene in scenes) <= MOST_HINTS
-    space = min(scene.cell for scene in scenes) * scale
     named = 0.0
     least = PAPER_LETTERS * letters if look.paper else SMALLEST
-    short = 1 + bool(scenes[-1].against)  # numbers; and letters, where colours are shifts
-    for detail in (3, short):  # the fullest names that fit into a short bar
-        longest = widest_name(scenes, detail) - 0.1 * look.paper
+    lettered = 2 if scenes[-1].against else 3  # where colours are shifts, letters say what it is
+    for detail in (3, lettered, 1):  # the fullest names that fit into a short bar
+        shown = [scene for scene in scenes if has_names(scene, detail)]
+        longest = widest_name(shown, detail) - 0.1 * look.paper
+        space = min(scene.cell for scene in shown) * scale
         size = min(space / longest, least if look.paper else 12.0)
         if size >= (max(least, 9.5) if detail == 3 else least):
             break
-    else:  # of several scenes none has names then, of one the kinds with long bars
+    else:  # the kinds with long bars have names then
         size = least
         named = size * longest
-        if scenes[1:] or max(bar.end - bar.start for bar in scenes[0].bars) * scale < named:
+        if max(bar.end - bar.start for scene in shown for bar in scene.bars) * scale < named:
             detail = 0
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     dense = min(scene.mean for scene in scenes) * scale < (PAPER_CELL if look.paper else LEAST_CELL)
     least /= letters
     return Frame(scale, lane, curve, detail, size / letters, letters, hints, least, named, dense)
+
+
+def has_names(scene: Scene, detail: int) -> bool:
+    """Whether names of this detail say enough: not numbers alone, where colours are shifts."""
+    return detail > 1 or not scene.against
 
 
 def natural_size(scenes: Scenes) -> tuple[float, float]:
@@ -168,10 +174,7 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
             ]
             yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
         if fold := scene.fold:  # over all else
-            at = (fold.start + fold.end) / 2
-            room = fold.gap * f.scale
             yield Rect(fold.start, fold.end, y, f.pitch, "faint")
-            yield Label(at, y + f.lane / 2, "\u22ef", min(14, room), "faint", room)
 
 
 def envelope(curve: Points, length: float) -> Points:
@@ -202,7 +205,7 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
         top = y
         for part, kind, colour in zip(bar.action.parts, bar.kinds, bar.colours, strict=True):
             yield Rect(bar.start, bar.end, top, height, colour, hint, inset)
-            label = name(part, f.detail)
+            label = name(part, f.detail) if has_names(scene, f.detail) else ""
             if scene.against and scene.shades == 2 and kind.endswith("1"):
                 label = label.lower()  # its colour does not tell the stage
             need = max(f.letters * text_width(label, size) + 2, f.named)

@@ -11,7 +11,7 @@ letters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 from math import ceil, floor, inf
 from textwrap import wrap
@@ -84,6 +84,7 @@ def paint(
                 notes = labels.notes(scene) if lines else ()
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
+                text += _lines(labels.tints([scene]), layout, width)
                 text.append(axis)
             elif len(scenes) > 1:
                 text.append(_cells(scene.name[:width]))
@@ -273,18 +274,18 @@ def _legend(
     else:
         length = 1 / layout.scale
         count = round(length / min(scene.cell for scene in scenes))
-        actions = f" or {count} short actions" * (count > 1)
-        texts += [
-            f"a column is {labels.time(length, scenes[0])} of time{actions}",
-            "letters show shares of time, not order"
-            if actions
-            else "a letter: what fills most of a column",
-        ]
-    entries = [
-        *labels.kinds(scenes, not layout.colours),
-        *(((), text) for text in texts),
-        *labels.tints(scenes),
-    ]
+        column = f"a column: {labels.time(length, scenes[0])} of time"
+        if count > 1:
+            texts.append(f"{column} or {count} short actions")
+            texts += "letters: shares of time, not order", "order: see --out x.html"
+        else:
+            texts += column, "a letter: what fills most of a column"
+    entries = [*labels.kinds(scenes, not layout.colours), *(((), text) for text in texts)]
+    return _lines(entries, layout, width)
+
+
+def _lines(entries: Iterable[labels.Entry], layout: _Layout, width: int) -> Iterator[Line]:
+    """Entries of a legend, as many to a line as fit; a heading begins one."""
     line: Line = []
     for keys, text in entries:
         swatch = [
@@ -297,7 +298,8 @@ def _legend(
             yield line
             line = []
         line += _cells("  " if line else "") + item[:width]
-    yield line
+    if line:
+        yield line
 
 
 def _text(line: Line, grounds: Mapping[str, str], colours: str) -> str:

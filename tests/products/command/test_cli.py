@@ -243,6 +243,8 @@ REFUSED = [
     ("draw 1f2b", 2, "did you mean 1F1B"),
     ("draw ZBV --stages 5", 2, "takes 8 stages"),
     ("draw ZBV --difference", 2, "needs two schedules"),
+    ("draw ZBV --style paper -o a.svg -o b.html", 2, "and .pdf; leave it out for b.html"),
+    ("compare --style paper --out c.HTML", 2, "--style paper is for .svg, .png and .pdf; leave"),
     ("draw ZBV --costs F=nan", 2, "number from 0 up"),
     ("draw ZBV --costs G=1", 2, "the names are F, I, W"),
     ("draw ZBV --costs F=1:2", 2, "there are 8 stages"),
@@ -549,7 +551,7 @@ def test_compare_names_the_one_to_take(
     assert re.findall(r"^V\w+|^ZBV\w+", out, re.M) == ["VHalf", "VMin", "ZBVZeroBubble"], (
         "those within the limit come first"
     )
-    assert out.endswith(f"\nwrote {picture}\n")
+    assert out.endswith(f"\nwrote {picture} ({size_text(picture.stat().st_size)})\n")
     drawn = ElementTree.parse(picture).getroot()
     labels = [label.text or "" for label in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert any(label.startswith(verdict) for label in labels)
@@ -649,6 +651,10 @@ def test_a_picture_for_a_paper_without_numbers_says_so(
     hint = "narrow bars have no number; --width 4.9in or fewer microbatches leave room"
     assert hint in printed(capsys, *words, "3.4in")
     assert "number" not in printed(capsys, *words, "4.9in")
+    hint = "number; on a page, only fewer microbatches leave room\n"
+    assert hint in printed(capsys, *words, "3.4in", "-m", "32")
+    assert hint in printed(capsys, *words, "7in", "1F1B", "--difference")
+    assert "number" not in printed(capsys, *words, "7in", "1F1B", "--difference", "-m", "3")
 
 
 def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path):

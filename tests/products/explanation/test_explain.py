@@ -308,7 +308,9 @@ def test_a_script_runs_up_to_its_first_call(tmp_path: Path, capsys: pytest.Captu
     assert status == 0 and path.exists()
     other = path.with_suffix(".txt")
     status, out, _ = run(str(EXAMPLES / "quickstart.py"), "--out", str(other), capsys=capsys)
-    assert status == 0 and out == f"wrote {other}\n" and other.read_text().startswith("ZBV")
+    assert (
+        status == 0 and out.startswith(f"wrote {other} (") and other.read_text().startswith("ZBV")
+    )
 
 
 SCRIPTS = {

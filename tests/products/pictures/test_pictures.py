@@ -310,7 +310,7 @@ def test_an_overview_has_no_idle_time_where_there_is_no_bubble():
 def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, panels: int):
     """A column of 3.2 actions made noise of lanes that repeat."""
     text = pictures.draw(timeline("ZBV", ranks, 4 * ranks), width=80, color=False)
-    (column,) = re.findall(r"a column is (\S+) of time", text)
+    (column,) = re.findall(r"a column: (\S+) of time", text)
     assert float(column) % 0.5 == 0
     assert text.count("\nrank 3 ") == panels
 
@@ -318,10 +318,10 @@ def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, 
 @pytest.mark.parametrize(
     ("name", "width", "legend"),
     [
-        ("ZBV", 80, "a column is 2 of time or 2 short actions  letters show shares of time, not"),
-        ("ZBV", 40, "a column is 3 of time or 3 short actions\nletters show shares of time, not"),
-        ("ZBV", 160, "  a column is 1 of time  a letter: what fills most of a column"),
-        ("1F1B", 40, "a column is 1 of time\na letter: what fills most of a column"),
+        ("ZBV", 80, "a column: 2 of time or 2 short actions  letters: shares of time, not order\n"),
+        ("ZBV", 40, "3 short actions\nletters: shares of time, not order\norder: see --out x.html"),
+        ("ZBV", 160, "  a column: 1 of time  a letter: what fills most of a column"),
+        ("1F1B", 40, "a column: 1 of time\na letter: what fills most of a column"),
     ],
 )
 def test_the_legend_says_where_actions_share_a_column(name: str, width: int, legend: str):
@@ -397,15 +397,20 @@ def test_an_overview_of_differences_has_no_letters():
     assert re.sub(r"\x1b\[[0-9;]*m", "", row).strip() == "rank 3"
 
 
-def test_the_legend_of_a_difference_in_plain_text_begins_with_the_name_of_its_rows():
-    """Letters for times and letters for stages stood in one running paragraph."""
+def test_the_marks_of_a_difference_in_plain_text_are_explained_above_its_rows():
+    """Letters for times and letters for stages stood in one running paragraph, and those for times
+    20 lines below their rows.
+    """
     text = pictures.draw(
         [timeline("1F1B"), timeline("ZBV")], width=80, color=False, look=Look(difference=True)
     )
     assert text.count("\n  ends ") == 4
-    above, _, below = text.partition("\n\nF forward ")[2].partition("\nends of ZBVZeroBubble's")
-    assert "small letters: a rank's other stage" in above and "earlier" not in above
-    assert " actions, against 1F1B:  b: 6.25 to 12.5 earlier\na: up to" in below
+    lanes, _, key = text.partition("\n\nF forward ")
+    assert "small letters: a rank's other stage" in key and "earlier" not in key
+    notes, *rows = lanes.split("\n  ends ")[0].split("\nends of ZBVZeroBubble's actions, ")
+    assert "ZBVZeroBubble against 1F1B:" in notes
+    assert rows[0].startswith("against 1F1B:  b: 6.25 to 12.5 earlier\na: up to")
+    assert len(rows) == 1 and "\nrank 0 " in rows[0]
 
 
 def test_columns_are_times():
@@ -780,6 +785,20 @@ def test_all_bars_of_a_kind_have_a_name_or_none(name: str):
         assert vector == png and {*png[0].values()} <= {0, 1}, width
 
 
+@pytest.mark.parametrize("size", [(4, 8), (4, 4)])
+def test_full_names_have_space_on_both_sides_or_are_numbers(size: tuple[int, int]):
+    """In 1F1B.svg ``0F0`` filled its box from edge to edge."""
+    drawn = scenes(timeline("1F1B", *size))
+    found = set[int]()
+    for width in range(200, 1400, 10):
+        frame = shapes.frame(drawn, Look(), width, 26)
+        if frame.detail == 3:
+            wide = max(text_width(name, frame.size) for name in labels.short_names(drawn, 3))
+            assert drawn[0].cell * frame.scale - svg.WIDER * wide >= 4, width
+        found.add(frame.detail)
+    assert found >= {1, 3}
+
+
 @pytest.mark.parametrize("size", [(4, 8), (4, 10), (4, 12), (4, 16), (8, 16)])
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"])
 def test_a_picture_is_as_wide_as_its_numbers_need(name: str, size: tuple[int, int]):
@@ -792,13 +811,34 @@ def test_a_picture_is_as_wide_as_its_numbers_need(name: str, size: tuple[int, in
 
 @pytest.mark.parametrize("width", [120, 200, 268, 330, 450, 600, 900])
 @pytest.mark.parametrize("paper", [False, True])
-def test_scenes_of_a_picture_have_names_in_one_way(width: float, paper: bool):
-    """In the column of a paper one panel had numbers, which touched, and the next had none."""
+def test_kinds_of_a_picture_have_names_where_their_bars_have_room(width: float, paper: bool):
+    """1F1B had numbers in the column of a paper, and none where ZBV was below it."""
     drawn = scenes([timeline(name) for name in ("1F1B", "ZBV", "VHalf")])
     look = Look(paper=paper)
     frame = shapes.frame(drawn, look, width, 26, plotting.LETTERS)
-    assert {share for shares in named(drawn, frame) for share in shares.values()} in ({0}, {1})
+    shares = named(drawn, frame)
+    assert {share for one in shares for share in one.values()} <= {0, 1}
     assert frame.detail in (0, 1, 3), "never a letter without its stage"
+    alone = shapes.frame(drawn[:1], look, frame.scale * drawn[0].length, 26, plotting.LETTERS)
+    assert shares[0] == named(drawn[:1], alone)[0]
+
+
+@pytest.mark.parametrize(("inches", "shares"), [(3.4, (1, 0)), (7, (1, 0)), (13, (1, 1))])
+def test_the_first_schedule_of_a_difference_has_numbers(inches: float, shares: tuple[int, int]):
+    """In pictures for papers no schedule had names, as letters and numbers of the second one had no
+    room.
+    """
+    look = Look(paper=True, width=96 * inches)
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    drawn = scenes([timeline("1F1B"), cheap], difference=True)
+    frame = shapes.frame(drawn, look, 96 * inches - 58, 16, plotting.LETTERS)
+    for one, share in zip(drawn, shares, strict=True):
+        found = [s for s in shapes.shapes(one, frame) if isinstance(s, shapes.Label)]
+        assert len(found) == share * len(one.bars)
+    assert frame.detail == 1 + shares[1]
+    meanings = [text for _, text in labels.legend(drawn, look, False, frame.detail)]
+    assert labels.NAMES[frame.detail - 1] in meanings
+    assert (labels.SMALL in meanings) is ("I input gradient" in meanings) is (shares[1] == 1)
 
 
 def test_the_legend_for_a_paper_has_the_columns_that_fit():
@@ -863,7 +903,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     assert [scene.fold for scene in shortened([whole], Look(width=150))] == [None]
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    assert f"Not drawn (\u22ef): {left_out} microbatches of the steady state" in text
+    assert f"Not drawn (band): {left_out} microbatches of the steady state" in text
     assert "--full, or full=True, draws all." in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
@@ -888,12 +928,16 @@ def test_what_is_left_out_is_over_the_memory():
 
 
 def test_the_times_of_a_narrow_paper_are_not_few():
-    """Beside what is left out they were 0, 50 and 200."""
+    """Beside what is left out they were 0, 50 and 200. The band was named by dots in it that were
+    less than a pixel.
+    """
     look = Look(paper=True, width=3.4 * 96)
     drawn = shortened(scenes(timeline("1F1B", 16, 64)), look)
     axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
     times = [label.get_text() for label in axes.get_xticklabels()]
     assert times == ["0", "20", "40", "200", "220"]
+    assert axes.get_xlabel() == "time (band: 44 microbatches not drawn)"
+    assert not any(isinstance(one, PathCollection) for one in axes.collections)
 
 
 def test_bars_beside_what_is_left_out_are_rectangles_in_figures():
