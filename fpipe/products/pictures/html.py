@@ -127,6 +127,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "cell": scene.cell,
         "mean": scene.mean,
         "palette": colour_table(sorted(scene.colours), scene.shades),
+        "paler": labels.paler_stages([scene]),
         "tints": list(labels.tints([scene])),
         "scale": scale,
         "codes": list(codes),

@@ -152,10 +152,13 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
+    before = ""
     for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.detail):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
-        begins = colours == ("warmup",) or content.endswith(":")
+        key = colours[0] if colours else ""
+        begins = key == "warmup" or content.endswith(":") or (key.startswith("t") and not before)
+        before = key
         if x > first and (begins or x + wide > sheet.right - 5):
             x = first
             y = y + 22

@@ -768,7 +768,23 @@ def test_the_legend_has_a_swatch_for_every_colour_and_no_other(name: str):
     assert kinds <= drawn[0].colours
     assert {key[0] for key in kinds} == set(drawn[0].ops)
     assert all(keys for keys, _ in entries)
-    assert (drawn[0].shades > 1) is any(text == labels.PALER for _, text in entries)
+    assert (drawn[0].shades > 1) is any(text.startswith("paler: ") for _, text in entries)
+
+
+def test_the_legend_says_which_stages_are_paler():
+    named = lambda *names: labels.paler_stages(scenes([timeline(name) for name in names]))
+    assert named("ZBV") == named("Interleaved1F1B", "1F1B") == "paler: stages 4-7"
+    assert named("DualPipe") == named("ZBV", "DualPipe") == "paler: other stages"
+
+
+def test_the_scale_of_a_difference_is_one_row_of_the_legend():
+    """It began behind its heading, and "at the same time" was on another row."""
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    drawn = scenes([timeline("1F1B"), cheap], difference=True)
+    legend = svg.paint(drawn, Look()).split("ends of ")[-1]
+    tops = dict(re.findall(r'class="(t\d|warmup)" x="[^"]*" y="([^"]*)" width="16"', legend))
+    below = tops.pop("warmup")
+    assert len(tops) > 3 and len({below, *tops.values()}) == 2
 
 
 def test_a_figure_that_all_ranks_have_is_in_the_header_alone():

@@ -337,7 +337,7 @@ def test_the_legend_names_shades_idle_time_and_lines(view: Open):
         "forward",
         "input gradient",
         "weight gradient",
-        "paler: other stages",
+        "paler: stages 4-7",
         "idle: warm-up",
         "idle: message on the way",
         "idle: tail",
