@@ -268,13 +268,15 @@ def test_help_lists_the_keys(view: Open):
 
 
 def test_help_on_a_touch_screen_begins_with_gestures(view: Open):
-    """They stood below the keys, cut off."""
+    """They stood below the keys, cut off, and then above a list of keys that a phone lacks."""
     for mobile in (False, True):
         page = view(zbv(), is_mobile=mobile, has_touch=mobile)
         page.set_viewport_size({"width": 390, "height": 780})
         page.click("#ask")
-        top, keys = (page.locator(f"#help {tag}").bounding_box()["y"] for tag in ("p", "dl"))
-        assert (top < keys) is mobile
+        top, keys = (page.locator(f"#help {tag}").bounding_box()["y"] for tag in ("p", "summary"))
+        assert (top < keys) is mobile and page.is_hidden("#help dl") is mobile
+        page.click("#help summary")
+        assert page.is_visible("#help dl") is mobile
         page.click("#ask")
         assert page.is_hidden("#help")
 

@@ -399,6 +399,7 @@ function legend() {
   $("legend").replaceChildren(...items);
 }
 
+$("keys").open = !matchMedia("(pointer: coarse)").matches;
 new ResizeObserver(draw).observe($("stage"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); legend(); draw(); });
 readTheme();
