@@ -584,6 +584,27 @@ def test_on_a_phone_the_notes_fold_below_the_first_one(view: Open):
     assert page.get_attribute("#more", "aria-expanded") == "true"
 
 
+def test_on_a_phone_no_line_of_the_head_is_cut(view: Open):
+    """With two timelines the notes were in a box that cut a line in half."""
+    note = "Ranks share cores, and most waits are for a core. " * 3
+    noted = replace(make_schedule("1F1B", 4, 8).simulate(), note=note)
+    page = view(noted, zbv())
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("() => fpipe.paint()")
+    shown = [one.is_visible() for one in page.locator("#figures p").all()]
+    assert shown == [True, *[False] * (len(shown) - 1)]
+    sizes = "((box) => [box.scrollHeight, box.clientHeight])(document.getElementById('{}'))"
+    for more in (False, True):
+        high, seen = page.evaluate(sizes.format("figures"))
+        assert high == seen, more
+        end = page.locator("#legend").bounding_box()
+        for item in page.locator("#legend > span").all():
+            box = item.bounding_box()
+            foot = end["y"] + end["height"]
+            assert box["y"] + box["height"] <= foot + 0.5 or box["y"] >= foot
+        page.click("#more")
+
+
 # ---- tables of cells and of pages ----
 WIDE = pictures.table([f"column {k}" for k in range(12)], [range(12)])
 
