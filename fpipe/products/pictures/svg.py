@@ -29,6 +29,12 @@ PHONE = 700  # pages narrower than this have short labels beside the lanes
 SWATCH = 16  # of the legend
 BOLD = 1.15  # letters in bold than others, at most
 WIDER = 1.15  # letters of a reader's typeface than those of `text_width`, at most
+#: where paper is dark or not: by the reader's system, or else by the notebook's theme
+PLACES = (
+    ("@media(prefers-color-scheme:dark)", True),
+    (":is([data-jp-theme-light=true],.vscode-light)", False),
+    (":is([data-jp-theme-light=false],.vscode-dark)", True),
+)
 
 
 class _Sheet(NamedTuple):
@@ -223,7 +229,8 @@ def _style(body: str, shades: int, dark: bool | None, scope: str) -> Iterator[st
     yield f"{scope}.m{{text-anchor:middle}}{scope}.e{{text-anchor:end}}"
     yield from rules(bool(dark))
     if dark is None:
-        yield from ("@media(prefers-color-scheme:dark){", *rules(True), "}")
+        for place, is_dark in PLACES if scope else PLACES[:1]:
+            yield from (place, "{", *rules(is_dark), "}")
 
 
 def _clean(text: str) -> str:
