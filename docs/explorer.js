@@ -143,6 +143,8 @@ function sceneOf(name, microbatches, order, costs) {
     takes += `: ${least === most ? least : `${least} to ${most}`} in all for a microbatch${least === most ? "" : ", by rank"}`;
   }
   return finish({
+    paler: new Set(paths[0].slice(0, lanes.length)).size === lanes.length && !paths[1] && paths[0].length > lanes.length + 1
+      ? `paler: stages ${lanes.length}-${paths[0].length - 1}` : "paler: other stages",
     label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "microbatches",
     figures: [["total", number(total)], ["bubble", percent(Math.max(bubble, 0))], ["peak", held(peak, {memoryUnit: "microbatches"})]],
     notes: ["", `${count === 1 ? "A rank's stage" : `Each of a rank's ${count} stages`} takes ${takes}.`],
@@ -205,7 +207,7 @@ window.fpipe.simulate = (name, key, costs) => {
 };
 window.fpipe.scene = (name, key, costs) => {
   const scene = sceneOf(name, +key.split(",")[1], contents.schedules[name][key], costs);
-  return {figures: Object.fromEntries(scene.figures), units: scene.notes.at(-1), idle: scene.lanes.map((lane) => lane.idle),
+  return {figures: Object.fromEntries(scene.figures), paler: scene.paler, units: scene.notes.at(-1), idle: scene.lanes.map((lane) => lane.idle),
     peaks: scene.lanes.map((lane) => lane.peak), names: scene.lanes.map((lane) => lane.names),
     causes: scene.lanes.map((lane) => [...lane.cause].map(([k, {rank, index}]) => [k, rank, index]))};
 };

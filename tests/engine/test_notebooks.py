@@ -6,11 +6,12 @@ import re
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 import torch
 
 import fpipe
 from fpipe.lowering.plan import KEY
-from fpipe.products.pictures import output
+from fpipe.products.pictures import output, svg
 
 
 def texts(html: str) -> list[str]:
@@ -39,11 +40,30 @@ def test_pictures_of_one_page_keep_their_own_colours():
     names = [re.findall(r'<svg[^>]* id="(fp\w+)"', html) for html in (one, two)]
     (first, _), _ = names
     assert len({*names[0], *names[1]}) == 4  # each cell has a picture for a phone
-    style = re.findall(r"<style>(.*?)</style>", one)[1].replace(
-        "@media(prefers-color-scheme:dark){", ""
-    )
+    style = re.findall(r"<style>(.*?)</style>", one)[1]
+    for place, _ in svg.PLACES:
+        style = style.replace(place + "{", "")
     rules = [rule for rule in style.split("}") if rule]
     assert rules and all(rule.startswith(f"#{first} ") for rule in rules)
+
+
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_picture_follows_the_theme_of_the_notebook_or_else_the_system(browser: Any, scheme: str):
+    """A white notebook on a dark system had a black picture."""
+    page = browser.new_page(color_scheme=scheme)
+    picture = fpipe.make_schedule("1F1B", 2, 2).simulate()._repr_html_()
+    for theme, paper in {
+        "": scheme,
+        "data-jp-theme-light=true": "light",
+        "data-jp-theme-light=false": "dark",
+        "class=vscode-light": "light",
+        "class=vscode-dark": "dark",
+    }.items():
+        page.set_content(f"<body {theme}>{picture}</body>")
+        fill = page.evaluate("getComputedStyle(document.querySelector('.paper')).fill")
+        assert (fill == "rgb(255, 255, 255)") == (paper == "light"), theme
+    page.close()
 
 
 def pipe_and_batch() -> tuple[Any, tuple[Any, ...]]:

@@ -23,14 +23,14 @@ line          #d5dae1  #3a434e
 mark          #d6006c  #ff6fb1
 curve         #1f9d6b  #1f9d6b
 message-line  #3d4a59  #c3ccd6
-warmup        #d4dada  #2f3640
-tail          #ababc1  #746f86
-imbalance     #d0cf82  #5d5500
-message       #f8dcfd  #830d8d
-other         #d2b48c  #4a2c1c
-later         #b5367f  #ff8ec8
+warmup        #dbe1df  #2f3030
+tail          #aebed2  #334a5d
+imbalance     #d0cf82  #585847
+message       #f8dcfd  #3d2741
+other         #d2b48c  #52372b
+later         #c03068  #ff9a52
 earlier       #00808a  #4fe3ec
-same          #fbf8d2  #545e36
+same          #fbf8d2  #646870
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 THEME = {name: (light, dark) for name, light, dark in _ROWS}
@@ -69,8 +69,9 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
             colours[f"{op}{shade}"] = fill(op, shade, shades)
     same = colours["same"]
     for step in range(5):
-        colours[f"t{4 - step}"] = mix(same, colours["earlier"], step / 4)
-        colours[f"t{4 + step}"] = mix(same, colours["later"], step / 4)
+        share = min(step, 1) * (step + 1) / 5  # the first step, too, is far from "same"
+        colours[f"t{4 - step}"] = mix(same, colours["earlier"], share)
+        colours[f"t{4 + step}"] = mix(same, colours["later"], share)
     return colours | {"t9": colours["faint"]}
 
 

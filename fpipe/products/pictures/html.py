@@ -32,7 +32,8 @@ PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{}</title><style>{}body{{margin:0;padding:1rem;background:var(--paper);color:var(--ink);
 color-scheme:var(--scheme);font:15px/1.5 system-ui,sans-serif}}
-body>*{{max-width:1100px;margin:1rem auto}}
+body>*{{max-width:1100px;margin:1rem auto}}body>h2{{margin:.25rem auto}}
+h2~p:not(h3~p){{margin:.25rem auto}}
 table.fp-table{{display:block;overflow-x:auto;border-collapse:collapse;animation:none;
 background:linear-gradient(var(--paper) 0 0) right/1.5rem 100% no-repeat local,
 linear-gradient(to left,var(--line),transparent) right/1.5rem 100% no-repeat scroll}}
@@ -127,6 +128,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "cell": scene.cell,
         "mean": scene.mean,
         "palette": colour_table(sorted(scene.colours), scene.shades),
+        "paler": labels.paler_stages([scene]),
         "tints": list(labels.tints([scene])),
         "scale": scale,
         "codes": list(codes),

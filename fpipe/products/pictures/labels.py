@@ -234,7 +234,19 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
             yield (), f"{op} {kind.name}"  # of a comparison alone
         paler += others[:1]
     if paler:
-        yield tuple(paler), PALER
+        yield tuple(paler), paler_stages(scenes)
+
+
+def paler_stages(scenes: Scenes) -> str:
+    """Which stages are paler, by number where they are those after the first one of each rank."""
+    texts: set[str] = set()
+    for scene in scenes:
+        path, *others = scene.timeline.placement.paths
+        ranks = len(scene.lanes)
+        if scene.shades > 1:
+            is_range = not others and len({*path[:ranks]}) == ranks < len(path) - 1
+            texts.add(f"paler: stages {ranks}-{len(path) - 1}" if is_range else PALER)
+    return texts.pop() if len(texts) == 1 else PALER
 
 
 def tints(scenes: Scenes) -> Iterator[Entry]:

@@ -144,7 +144,7 @@ def _draw(
     for other, left, y in sorted(names):
         colour = colours["faint" if other else "curve"]
         at = f"{', '.join(names[other, left, y])}: total {number(y)}, memory {number(-left)}"
-        axes.plot(-left, y, "o", color=colour, gid=at)
+        axes.plot(-left, y, "o", color=colour, gid=at, zorder=5)
         if take in names[other, left, y]:
             axes.plot(-left, y, "o", color=colours["mark"], fillstyle="none", markersize=12)
         if not other:
@@ -164,7 +164,7 @@ def _limit(axes: Axes, limit: float, foot: float, top: float, colour: str) -> Se
     """Draw the line of what a rank may hold; what it and its text take."""
     line = [(limit, foot), (limit, top)]
     axes.plot(*zip(*line, strict=True), "--", color=colour)
-    axes.axvspan(limit, axes.get_xlim()[1], color=colour, alpha=0.06, linewidth=0)
+    axes.axvspan(limit, axes.get_xlim()[1], color=colour, alpha=0.06, linewidth=0, zorder=4)
     text = axes.text(limit, top, f"\xa0a rank may hold {number(limit)}", va="bottom", color=colour)
     return text.get_window_extent(), _box(axes.transData.transform(line), 2)
 

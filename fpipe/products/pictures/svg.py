@@ -29,6 +29,12 @@ PHONE = 700  # pages narrower than this have short labels beside the lanes
 SWATCH = 16  # of the legend
 BOLD = 1.15  # letters in bold than others, at most
 WIDER = 1.15  # letters of a reader's typeface than those of `text_width`, at most
+#: where paper is dark or not: by the reader's system, or else by the notebook's theme
+PLACES = (
+    ("@media(prefers-color-scheme:dark)", True),
+    (":is([data-jp-theme-light=true],.vscode-light)", False),
+    (":is([data-jp-theme-light=false],.vscode-dark)", True),
+)
 
 
 class _Sheet(NamedTuple):
@@ -152,10 +158,13 @@ def _legend(scenes: Scenes, look: Look, sheet: _Sheet, y: float) -> tuple[list[s
     first = sheet.margin if sheet.short else sheet.left
     elements: list[str] = []
     x = first
+    before = ""
     for colours, content in labels.legend(scenes, look, sheet.frame.dense, sheet.frame.detail):
         swatches = SWATCH * len(colours) + 7 if colours else 0
         wide = swatches + WIDER * text_width(content, 12)
-        begins = colours == ("warmup",) or content.endswith(":")
+        key = colours[0] if colours else ""
+        begins = key == "warmup" or content.endswith(":") or (key.startswith("t") and not before)
+        before = key
         if x > first and (begins or x + wide > sheet.right - 5):
             x = first
             y = y + 22
@@ -220,7 +229,8 @@ def _style(body: str, shades: int, dark: bool | None, scope: str) -> Iterator[st
     yield f"{scope}.m{{text-anchor:middle}}{scope}.e{{text-anchor:end}}"
     yield from rules(bool(dark))
     if dark is None:
-        yield from ("@media(prefers-color-scheme:dark){", *rules(True), "}")
+        for place, is_dark in PLACES if scope else PLACES[:1]:
+            yield from (place, "{", *rules(is_dark), "}")
 
 
 def _clean(text: str) -> str:

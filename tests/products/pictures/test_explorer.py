@@ -129,6 +129,7 @@ def test_figures_idle_times_and_names_are_those_of_the_pictures(page: Any, name:
     )
     assert found["figures"] == dict(labels.facts(scene))
     assert found["units"] == labels.units(scene)
+    assert found["paler"] == labels.paler_stages([scene])
     assert found["peaks"] == pytest.approx([lane.peak for lane in scene.lanes])
     for rank, causes in enumerate(found["causes"]):
         waits = [(k, t.waited_for(rank, k)) for k in range(len(schedule[rank]))]

@@ -183,7 +183,7 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
             dist(seen(fills[a], vision), seen(fills[b], vision))
             for a, b in combinations(scene.CAUSES, 2)
         ]
-        assert min(causes) > (20 if vision == "usual" else 11), (vision, causes)
+        assert min(causes) > (17 if vision == "usual" else 10), (vision, causes)
     tints = [
         dist(lab(fills[f"t{k}"]), lab(fills[cause])) for k in range(9) for cause in scene.CAUSES
     ]
@@ -212,6 +212,32 @@ def test_idle_time_and_memory_can_be_seen_on_dark_paper():
     assert dist(lab(fills["warmup"]), lab(fills["paper"])) > 11
     assert dist(lab(fills["message"]), lab(fills["W0"])) > 28
     assert dist(lab(fills["other"]), lab(fills["I0"])) > 50
+
+
+def chroma(colour: str) -> float:
+    _, *ab = lab(colour)
+    return dist(ab, (0, 0))
+
+
+def test_idle_time_is_darker_and_greyer_than_work_on_dark_paper():
+    """A message on the way was purple, the most vivid colour of the page, and a tail was like W."""
+    fills = colours.palette(2, dark=True)
+    work = [f"{op}{k}" for op in "FBIW" for k in range(2)]
+    for cause in scene.CAUSES:
+        assert chroma(fills[cause]) < 20, cause
+        assert lab(fills[cause])[0] < min(lab(fills[key])[0] for key in work) - 4, cause
+        assert min(dist(lab(fills[cause]), lab(fills[key])) for key in work) > 30, cause
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_what_is_a_little_later_is_apart_from_what_is_not(dark: bool):
+    """It was brown on dark paper, "at the same time" olive, and a little earlier a grey green."""
+    fills = colours.palette(2, dark)
+    little, same, earlier = (fills[f"t{scene.SAME + k}"] for k in (1, 0, -1))
+    for vision in VISIONS:
+        apart = [dist(seen(little, vision), seen(other, vision)) for other in (same, earlier)]
+        assert min(apart) > (24 if vision == "usual" else 6), (vision, apart)
+    assert not dark or chroma(little) > chroma(same) + 14
 
 
 # ---- terminal ----
@@ -747,7 +773,23 @@ def test_the_legend_has_a_swatch_for_every_colour_and_no_other(name: str):
     assert kinds <= drawn[0].colours
     assert {key[0] for key in kinds} == set(drawn[0].ops)
     assert all(keys for keys, _ in entries)
-    assert (drawn[0].shades > 1) is any(text == labels.PALER for _, text in entries)
+    assert (drawn[0].shades > 1) is any(text.startswith("paler: ") for _, text in entries)
+
+
+def test_the_legend_says_which_stages_are_paler():
+    named = lambda *names: labels.paler_stages(scenes([timeline(name) for name in names]))
+    assert named("ZBV") == named("Interleaved1F1B", "1F1B") == "paler: stages 4-7"
+    assert named("DualPipe") == named("ZBV", "DualPipe") == "paler: other stages"
+
+
+def test_the_scale_of_a_difference_is_one_row_of_the_legend():
+    """It began behind its heading, and "at the same time" was on another row."""
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    drawn = scenes([timeline("1F1B"), cheap], difference=True)
+    legend = svg.paint(drawn, Look()).split("ends of ")[-1]
+    tops = dict(re.findall(r'class="(t\d|warmup)" x="[^"]*" y="([^"]*)" width="16"', legend))
+    below = tops.pop("warmup")
+    assert len(tops) > 3 and len({below, *tops.values()}) == 2
 
 
 def test_a_figure_that_all_ranks_have_is_in_the_header_alone():

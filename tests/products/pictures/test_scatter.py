@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise, product
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -112,3 +113,19 @@ def test_it_follows_its_reader_or_is_dark(tmp_path: Path):
     assert page.startswith("<!doctype html>") and page.count("<svg") == 2  # one for phones
     assert "<title>VHalf: total 80.5, memory 5</title>" in page
     assert "prefers-color-scheme:dark" in page
+
+
+@pytest.mark.xdist_group("browser")
+def test_the_page_has_its_lines_close_together_and_the_limit_over_names(browser: Any):
+    """Names had black boxes in the shaded area, and paragraphs stood far apart."""
+    lines = f"{TITLE}\ntake VHalf\ncosts F=1"
+    drawn = scatter.paint(POINTS, Look(), ".html", lines, 6.0, "VHalf").decode()
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_content(drawn)
+    boxes = [one.bounding_box() for one in page.locator("body > p").all()]
+    gaps = [b["y"] - a["y"] - a["height"] for a, b in pairwise(boxes)]
+    assert len(gaps) == 3 and max(gaps) < 8
+    page.close()
+    wide = drawn.split("<svg")[1]
+    names, shade, point = (wide.index(one) for one in (">GPipe<", "opacity: 0.06", "<title>GPipe"))
+    assert names < shade < point

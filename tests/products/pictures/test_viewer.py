@@ -268,13 +268,15 @@ def test_help_lists_the_keys(view: Open):
 
 
 def test_help_on_a_touch_screen_begins_with_gestures(view: Open):
-    """They stood below the keys, cut off."""
+    """They stood below the keys, cut off, and then above a list of keys that a phone lacks."""
     for mobile in (False, True):
         page = view(zbv(), is_mobile=mobile, has_touch=mobile)
         page.set_viewport_size({"width": 390, "height": 780})
         page.click("#ask")
-        top, keys = (page.locator(f"#help {tag}").bounding_box()["y"] for tag in ("p", "dl"))
-        assert (top < keys) is mobile
+        top, keys = (page.locator(f"#help {tag}").bounding_box()["y"] for tag in ("p", "summary"))
+        assert (top < keys) is mobile and page.is_hidden("#help dl") is mobile
+        page.click("#help summary")
+        assert page.is_visible("#help dl") is mobile
         page.click("#ask")
         assert page.is_hidden("#help")
 
@@ -337,7 +339,7 @@ def test_the_legend_names_shades_idle_time_and_lines(view: Open):
         "forward",
         "input gradient",
         "weight gradient",
-        "paler: other stages",
+        "paler: stages 4-7",
         "idle: warm-up",
         "idle: message on the way",
         "idle: tail",
@@ -580,6 +582,22 @@ def test_on_a_phone_the_notes_fold_below_the_first_one(view: Open):
     page.click("#more")
     assert shown() == [True, True, True] and page.locator("#messages").is_visible()
     assert page.get_attribute("#more", "aria-expanded") == "true"
+
+
+def test_on_a_phone_no_line_of_the_head_is_cut(view: Open):
+    """With two timelines the notes were in a box that cut a line in half."""
+    note = "Ranks share cores, and most waits are for a core. " * 3
+    noted = replace(make_schedule("1F1B", 4, 8).simulate(), note=note)
+    page = view(noted, zbv())
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("() => fpipe.paint()")
+    shown = [one.is_visible() for one in page.locator("#figures p").all()]
+    assert shown == [True, *[False] * (len(shown) - 1)]
+    sizes = "((box) => [box.scrollHeight, box.clientHeight])(document.getElementById('{}'))"
+    for part in ("figures", "legend") * 2:
+        high, seen = page.evaluate(sizes.format(part))
+        assert high == seen, part
+        page.click("#more")
 
 
 # ---- tables of cells and of pages ----

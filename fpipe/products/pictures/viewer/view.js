@@ -373,7 +373,8 @@ function legend() {
     swatch([entry], "", WORDS[op]);
     paler.push(...others.slice(0, 1));
   }
-  if (paler.length) swatch(paler, "", "paler: other stages");
+  const [which, ...more] = new Set(plain.filter((scene) => scene.shades > 1).map((scene) => scene.paler));
+  if (paler.length) swatch(paler, "", more.length ? "paler: other stages" : which);
   const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", plain.length < scenes.length ? "F0: F of microbatch 0" : "0: microbatch"][state.form];
   if (name && !state.dense) items.push(element("span", scenes[0].slices > 1 ? "0.1: slice 1 of microbatch 0" : name));
   if (state.dense) items.push(element("span", "height: share of the time"));
@@ -384,6 +385,7 @@ function legend() {
     if (key) swatch([[shadeOf(scene, key), "", ""]], "", word);
     else items.push(element("span", "", "break"), element("span", word));
   }
+  if (tints.size) items.push(element("span", "", "break"));
   for (const op of state.form === 2 ? "FBIW" : "") {  // letters of boxes whose colours are those of a difference
     if (scenes.some((scene) => scene.ops.includes(op)) && !plain.some((scene) => scene.ops.includes(op))) items.push(element("span", `${op} ${WORDS[op]}`));
   }
@@ -397,6 +399,7 @@ function legend() {
   $("legend").replaceChildren(...items);
 }
 
+$("keys").open = !matchMedia("(pointer: coarse)").matches;
 new ResizeObserver(draw).observe($("stage"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); legend(); draw(); });
 readTheme();
