@@ -138,10 +138,7 @@ function sceneOf(name, microbatches, order, costs) {
   const peak = Math.max(...lanes.map((lane) => lane.peak));
   const used = palette.filter((entry) => rows.some((row) => row.some((action) => action.some(({op}) => op === entry.key[0]))));
   let takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
-  if (count > 1) {  // the words of units() in fpipe/products/pictures/labels.py
-    const [least, most] = [Math.min, Math.max].map((of) => number(of(...busy) / microbatches));
-    takes += `: ${least === most ? least : `${least} to ${most}`} in all for a microbatch${least === most ? "" : ", by rank"}`;
-  }
+  if (count > 1) takes += `: ${number(busy[0] / microbatches)} in all for a microbatch`;  // as units() in fpipe/products/pictures/labels.py
   return finish({
     label: name, title: `${name}: ${lanes.length} ranks, ${microbatches} microbatches`, lanes, total, unit: "", memoryUnit: "microbatches",
     figures: [["total", number(total)], ["bubble", percent(Math.max(bubble, 0))], ["peak", held(peak, {memoryUnit: "microbatches"})]],
