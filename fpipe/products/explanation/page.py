@@ -308,7 +308,11 @@ class Explanation:
 
 def _with_code(line: str) -> str:
     """The HTML of a line."""
-    return re.sub(r"fpipe\..*?\)\.\w+|schedule=\".*?\"", r"<code>\g<0></code>", escape(line, False))
+    return re.sub(
+        r"fpipe\..*?\)\.\w+|schedule=(?:\".*?\"|fpipe\..*?\))",
+        r"<code>\g<0></code>",
+        escape(line, False),
+    )
 
 
 def _line(curve: Points, t: Timeline, most: float) -> str:

@@ -64,7 +64,8 @@ def advice(
 
 def _balance(timeline: Timeline) -> Advice:
     """The ranks with the most work, for which others wait, and those with less than half of the
-    mean; where most ranks have the most, the one with the least.
+    mean; where most ranks have the most, the one with the least; where one stage is most of what a
+    rank has above the mean, that stage.
     """
     busy = timeline.busy
     mean = sum(busy) / len(busy)
@@ -78,17 +79,35 @@ def _balance(timeline: Timeline) -> Advice:
 
     full = [rank for rank, time in enumerate(busy) if time > 0.95 * most]
     empty = [rank for rank, time in enumerate(busy) if time < 0.5 * mean]
+    work: defaultdict[int, float] = defaultdict(float)
+    for span in timeline.of_rank(full[0]):
+        work[span.action.parts[0].stage] += span.end - span.start
+    alone, stage = max(zip(work.values(), work, strict=True))
+    copies = ""
     if len(full) > len(busy) / 2:
         least = named([busy.index(min(busy))])
         text = f"Too little work is on {least}, which waits for the others: move work there"
     else:
         text = f"Too much work is on {named(full)}, for which the others wait: move work from there"
         text += f" to {named(empty)}" if empty else ""
+        if 2 * alone > most + mean:
+            copies = (
+                " A stage that is one layer can have copies on several ranks, with "
+                "schedule=fpipe.auto(costs=costs, replicate=True)."
+            )
+            if len(work) > 1:
+                text = (
+                    f"Stage {stage} on rank {full[0]} alone takes {alone / mean:.2g} times the "
+                    "mean of all ranks: moving other stages saves at most "
+                    f"{percent((most - alone) / timeline.total)} of a step, so split this one"
+                )
+    gain = (most - mean) / timeline.total
     yield (
-        (most - mean) / timeline.total,
-        f"{text}. fpipe.balance(parts, {len(busy)}, pipe.schedule("
+        gain,
+        f"{text}. That saves at most {percent(gain)} of a step. "
+        f"fpipe.balance(parts, {len(busy)}, pipe.schedule("
         f"{timeline.microbatches // timeline.slices})).cuts proposes cuts; parts is a list of "
-        "modules, or of the costs of layers or other parts of the stages, in order.",
+        f"modules, or of the costs of layers or other parts of the stages, in order.{copies}",
     )
 
 

@@ -138,8 +138,34 @@ def test_advice_names_all_overloaded_ranks_and_those_with_room():
     first = pipe.explain([torch.ones(())] * 5, torch.ones(8), costs=costs).advice[0]
     assert first.startswith(
         "Too much work is on ranks 0 and 1 (1.8 times the mean of all ranks), for which the others "
-        "wait: move work from there to rank 4 (0.12 times the mean of all ranks). "
+        "wait: move work from there to rank 4 (0.12 times the mean of all ranks). That saves at "
+        "most 40.3% of a step. "
     )
+
+
+def test_of_one_big_stage_the_advice_is_to_split_or_copy_it():
+    """The advice was to move work; ``fpipe.balance`` then gained nothing."""
+    times = [1, 1, 1, 1, 1, 1, 1, 8]
+    costs = fpipe.Costs(F=times, I=times, W=times)
+    page, _ = explained("Interleaved1F1B", 4, 8, costs=costs)
+    busy, mean, total = 2 * 27, 2 * 45 / 4, page.timeline.total
+    others, split = (f"{(busy - less) / total:.1%}" for less in (2 * 24, mean))
+    assert page.advice[0].startswith(
+        "Stage 7 on rank 3 alone takes 2.1 times the mean of all ranks: moving other stages saves "
+        f"at most {others} of a step, so split this one. That saves at most {split} of a step. "
+    )
+    assert "<code>schedule=fpipe.auto(costs=costs, replicate=True)</code>." in page._repr_html_()
+    copied = fpipe.auto(costs=costs, replicate=True)
+    pipe = fpipe.pipeline([layer] * 8, copied, loss=torch.sum, microbatches=4, group=fpipe.local(4))
+    assert len(pipe.placement.ranks_of(7)) > 1
+
+
+def test_a_big_stage_beside_more_other_work_is_no_reason_to_split():
+    times = [1, 1, 1, 3, 1, 1, 1, 3]
+    costs = fpipe.Costs(F=times, I=times, W=times)
+    page, _ = explained("Interleaved1F1B", 4, 8, costs=costs)
+    first = next(text for text in page.advice if "balance" in text)
+    assert first.startswith("Too much work is on rank 3 (2 times") and "copies" not in first
 
 
 def test_advice_names_the_change_that_saves_most():
