@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from ... import Costs, Schedule, Timeline
+from ...actions import number
 from ...errors import FpipeError
 from ..pictures.labels import percent, size_text
 from ..search.comparison import named_alike
@@ -136,15 +137,17 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
     found = []
     for name, other in named_alike(schedule):
         simulated = other.simulate(costs)
-        found.append((simulated.total, max(simulated.peak_bytes), len(found), name))
-    fitting = [one for one in found if one[1] <= limit * (1 + 1e-9)]
-    saves = 1 - min(fitting, default=(timeline.total,))[0] / timeline.total >= LEAST_GAIN
-    best = min(fitting if saves else found, default=None)
-    if best is not None:
-        total, peak, _, name = best
-        gain = 1 - total / timeline.total
+        loss = simulated.total / timeline.total - 1
+        peak = max(simulated.peak_bytes)
+        if -loss >= LEAST_GAIN:
+            found.append((peak > limit * (1 + 1e-9), loss, peak, len(found), name))
+    if found:
+        _, loss, peak, _, name = min(found)
+        more = peak > 1.05 * limit > 0
+        factor = f" for {number(round(peak / limit, 1))} times the memory" if more else ""
         yield (
-            gain,
-            f'With schedule="{name}" a step takes {percent(gain)} less time at these costs, and a '
-            f"rank holds at most {size_text(peak)} of activations in place of {size_text(limit)}.",
+            -loss,
+            f'With schedule="{name}" a step takes {percent(-loss)} less time at these costs{factor}'
+            f", and a rank holds at most {size_text(peak)} of activations in place of "
+            f"{size_text(limit)}.",
         )

@@ -183,6 +183,23 @@ def test_advice_names_the_change_that_saves_most():
     assert total < 9 and f"takes {round(100 * (1 - total / 9), 1):g}% less time" in named
 
 
+def test_a_schedule_that_needs_more_memory_says_how_many_times():
+    """8.5 times the memory for 3.3% of the time looked like a gain."""
+    page, _ = explained("1F1B", 4, 4, costs=fpipe.Costs())
+    text = next(text for text in page.advice if text.startswith("With schedule="))
+    name = text.split('"')[1]
+    peaks = [
+        max(fpipe.make_schedule(one, 4, 2).simulate(page.facts.costs).peak_bytes)
+        for one in (name, "1F1B")
+    ]
+    assert peaks[0] > 1.05 * peaks[1]
+    times = round(peaks[0] / peaks[1], 1)
+    assert f"less time at these costs for {times:g} times the memory, and a rank" in text
+    page, _ = explained("Interleaved1F1B", 4, 8, costs=fpipe.Costs())
+    text = next(text for text in page.advice if text.startswith("With schedule="))
+    assert "at these costs, and a rank holds at most 384 B" in text, "no more than now"
+
+
 def test_one_rank_has_nothing_to_change():
     page, _ = explained("1F1B", 1, 1)
     assert page.advice == ()
