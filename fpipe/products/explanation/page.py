@@ -142,7 +142,10 @@ MEANINGS = {
         "peak: the most bytes of activations, and when in the step it is reached",
         "all but parameters, batch: the most bytes at once, gradients and messages too",
     ),
-    "Bubble by rank": ("Idle time as a share of the span; the mean of all ranks is the bubble.",),
+    "Bubble by rank": (
+        "Idle time as a share of the span; the mean of all ranks is the bubble.",
+        "held up by: the stage where the chain of waits begins, for most of that time",
+    ),
 }
 ESTIMATES = "estimates from shapes; costs=fpipe.measure_costs(...) has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
@@ -270,7 +273,7 @@ class Explanation:
             "What runs where": self._where,
             "Messages of a step": (edge, edges),
             "Memory against time": (memory, list(self._memory())),
-            "Bubble by rank": (("rank", "of the span", "cause"), list(self._idle())),
+            "Bubble by rank": (("rank", "of the span", "held up by", "cause"), list(self._idle())),
         }
 
     @property
@@ -301,8 +304,8 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = [(f"{one.share:.1%}", one.why) for one in idle_of(self.timeline, rank)]
-            for place, cause in enumerate(causes or [("-", "-")]):
+            causes = [(f"{share:.1%}", *why) for share, *why in idle_of(self.timeline, rank)]
+            for place, cause in enumerate(causes or [("-", "", "-")]):
                 yield "" if place else rank, *cause
 
 

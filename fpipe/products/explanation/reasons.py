@@ -21,26 +21,39 @@ Advice: TypeAlias = Iterator[tuple[float, str]]
 
 
 class Idle(NamedTuple):
-    """Idle time of a rank, as a share of the span, and why."""
+    """Idle time of a rank, as a share of the span, and why; ``held_up_by`` is the stage at which
+    the waits of others for each other begin, for more than half of the time.
+    """
 
     share: float
+    held_up_by: str
     why: str
 
 
 def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
     """The part of a rank in the bubble by its causes, the longest first."""
     spent: defaultdict[str, float] = defaultdict(float)
-    row = timeline.of_rank(rank)
-    for before, span in pairwise(row):
+    first: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for before, span in pairwise(timeline.of_rank(rank)):
         wait = timeline.waited_for(rank, span.position)
-        if wait is not None and wait.time > 0:
-            cause = timeline.rows[wait.rank][wait.position].parts[0]
-            what = "output" if cause.op == "F" else "gradient"
-            spent[f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
-        else:
+        if wait is None or wait.time <= 0:
             spent["waits for messages"] += max(span.start - before.end, 0.0)
+            continue
+        cause = timeline.rows[wait.rank][wait.position].parts[0]
+        what = "output" if cause.op == "F" else "gradient"
+        why = f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"
+        spent[why] += wait.time
+        begin = wait
+        while (earlier := timeline.waited_for(*begin[:2])) and earlier.time > 0:
+            begin = earlier
+        first[why, timeline.rows[begin.rank][begin.position].parts[0].stage] += wait.time
     spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
-    shares = [Idle(time / timeline.span, why) for why, time in spent.items() if timeline.span]
+    most = {why: f"stage {stage}" for (why, stage), time in first.items() if time > spent[why] / 2}
+    shares = [
+        Idle(time / timeline.span, most.get(why, ""), why)
+        for why, time in spent.items()
+        if timeline.span
+    ]
     return sorted((one for one in shares if one.share > 5e-4), reverse=True)
 
 

@@ -93,18 +93,34 @@ def test_idle_time_and_its_causes():
     timeline = fpipe.make_schedule("1F1B", 2, 2).simulate(costs)
     # 0: F0 F1 . B0 B0 . B1 B1     1: . F0 B0 B0 F1 B1 B1 . .
     assert timeline.total == 9
-    found = [[(round(9 * share), why) for share, why in idle_of(timeline, rank)] for rank in (0, 1)]
-    assert found[0] == [(3, "waits for the gradient of stage 1 on rank 1")]
-    assert found[1] == [(3, "its own span is shorter than the longest one")]
+    found = [[(round(9 * share), *why) for share, *why in idle_of(timeline, r)] for r in (0, 1)]
+    assert found[0] == [(3, "stage 1", "waits for the gradient of stage 1 on rank 1")]
+    assert found[1] == [(3, "", "its own span is shorter than the longest one")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
-    assert first.endswith("33.3%  waits for the gradient of stage 1 on rank 1")
+    assert first.endswith("33.3%  stage 1     waits for the gradient of stage 1 on rank 1")
     assert "of the span" in str(page).partition("\nBubble by rank\n")[2].splitlines()[0]
     head = " ".join(str(page).splitlines()[1:4]).rstrip()
     assert head == (
         "A step takes 9 units of the costs. The bubble is 33.3%: the idle share of the span, which "
         "is the longest time from a rank's first start to its last end. Times are the given costs."
     )
+
+
+def test_a_wait_names_the_stage_where_the_chain_of_waits_begins():
+    """Rank 0 was said to wait for stage 1 alone, which waits for stage 2, and that for stage 3."""
+    times = [1, 1, 1, 4, 1]
+    costs = fpipe.Costs(F=times, I=times, W=times)
+    timeline = fpipe.make_schedule("1F1B", 5, 12).simulate(costs)
+    found = [(one.held_up_by, one.why) for rank in range(5) for one in idle_of(timeline, rank)]
+    for waits in (
+        "gradient of stage 1 on rank 1",
+        "gradient of stage 2 on rank 2",
+        "gradient of stage 3 on rank 3",
+        "output of stage 3 on rank 3",
+    ):
+        assert ("stage 3", f"waits for the {waits}") in found
+    assert ("", "its own span is shorter than the longest one") in found
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipeV", "GPipe"])
