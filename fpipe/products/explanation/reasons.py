@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from ... import Costs, Schedule, Timeline
-from ...actions import number
 from ...errors import FpipeError
 from ..pictures.labels import percent, size_text
 from ..search.comparison import named_alike
@@ -49,12 +48,12 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
         first[why, timeline.rows[begin.rank][begin.position].parts[0].stage] += wait.time
     spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
     most = {why: f"stage {stage}" for (why, stage), time in first.items() if time > spent[why] / 2}
-    shares = [
+    shares = (
         Idle(time / timeline.span, most.get(why, ""), why)
         for why, time in spent.items()
-        if timeline.span
-    ]
-    return sorted((one for one in shares if one.share > 5e-4), reverse=True)
+        if time > 5e-4 * timeline.span
+    )
+    return sorted(shares, reverse=True)
 
 
 def advice(
@@ -156,8 +155,7 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
             found.append((peak > limit * (1 + 1e-9), loss, peak, len(found), name))
     if found:
         _, loss, peak, _, name = min(found)
-        more = peak > 1.05 * limit > 0
-        factor = f" for {number(round(peak / limit, 1))} times the memory" if more else ""
+        factor = f" for {peak / limit:.1f} times the memory" if peak > 1.05 * limit > 0 else ""
         yield (
             -loss,
             f'With schedule="{name}" a step takes {percent(-loss)} less time at these costs{factor}'

@@ -87,6 +87,41 @@ def test_messages_of_a_v_are_told_apart_by_direction():
     assert sum(counted.values()) == sends
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "sent"),
+    [
+        ("1F1B", 8, ["0-6 1-7 0-6 forward", "1-7 0-6 1-7 backward"]),
+        ("Interleaved1F1B", 4, ["0-3 0-3 0-6 forward", "0-3 0-3 1-7 backward"]),
+    ],
+)
+def test_equal_messages_are_one_row(name: str, ranks: int, sent: list[str]):
+    """Fourteen rows said the same."""
+    page, _ = explained(name, ranks, 8)
+    found = [" ".join(line.split()) for line in rows(page, "Messages of a step")]
+    assert found == [f"{one} 2 {3 * WIDTH * 4} B" for one in sent]
+    assert len(page.facts.edges) == 14
+
+
+def test_messages_of_other_sizes_have_rows_of_their_own():
+    pipe = fpipe.pipeline([layer] * 4, loss=torch.sum, microbatches=2, group=fpipe.local(4))
+    params = [
+        torch.eye(WIDTH),
+        torch.ones(WIDTH, 2 * WIDTH),
+        torch.eye(2 * WIDTH),
+        torch.eye(2 * WIDTH),
+    ]
+    found = [
+        line.split()[:4]
+        for line in rows(pipe.explain(params, torch.ones(6, WIDTH)), "Messages of a step")
+    ]
+    assert found == [
+        ["1-2", "2-3", "1-2", "forward"],
+        ["2-3", "1-2", "2-3", "backward"],
+        ["0", "1", "0", "forward"],
+        ["1", "0", "1", "backward"],
+    ]
+
+
 def test_idle_time_and_its_causes():
     """F, I and W take 1: rank 1 begins after 1, rank 0 waits for two gradients."""
     costs = fpipe.Costs(F=1, I=1, W=1)
@@ -209,8 +244,8 @@ def test_a_schedule_that_needs_more_memory_says_how_many_times():
         for one in (name, "1F1B")
     ]
     assert peaks[0] > 1.05 * peaks[1]
-    times = round(peaks[0] / peaks[1], 1)
-    assert f"less time at these costs for {times:g} times the memory, and a rank" in text
+    times = peaks[0] / peaks[1]
+    assert f"less time at these costs for {times:.1f} times the memory, and a rank" in text
     page, _ = explained("Interleaved1F1B", 4, 8, costs=fpipe.Costs())
     text = next(text for text in page.advice if text.startswith("With schedule="))
     assert "at these costs, and a rank holds at most 384 B" in text, "no more than now"
