@@ -138,10 +138,7 @@ function sceneOf(name, microbatches, order, costs) {
   const peak = Math.max(...lanes.map((lane) => lane.peak));
   const used = palette.filter((entry) => rows.some((row) => row.some((action) => action.some(({op}) => op === entry.key[0]))));
   let takes = [...new Set(used.map((entry) => entry.key[0]))].map((op) => `${op} ${number(times[op])}`).join(", ");
-  if (count > 1) {  // the words of units() in fpipe/products/pictures/labels.py
-    const [least, most] = [Math.min, Math.max].map((of) => number(of(...busy) / microbatches));
-    takes += `: ${least === most ? least : `${least} to ${most}`} in all for a microbatch${least === most ? "" : ", by rank"}`;
-  }
+  if (count > 1) takes += `: ${number(busy[0] / microbatches)} in all for a microbatch`;  // as units() in fpipe/products/pictures/labels.py
   return finish({
     paler: new Set(paths[0].slice(0, lanes.length)).size === lanes.length && !paths[1] && paths[0].length > lanes.length + 1
       ? `paler: stages ${lanes.length}-${paths[0].length - 1}` : "paler: other stages",

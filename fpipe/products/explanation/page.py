@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
 from inspect import signature, unwrap
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from math import inf
 from os import PathLike
 from textwrap import fill
@@ -44,12 +44,12 @@ class StageFacts(NamedTuple):
 class Edge(NamedTuple):
     """The messages from a rank to another one, of one direction and one stage."""
 
+    messages: int
+    nbytes: int  # of all of them
+    direction: str
     rank: int
     to: int
     stage: int
-    direction: str
-    messages: int
-    nbytes: int  # of all of them
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def collect(pipe: Pipeline, params: Sequence[Tree], plans: Any, costs: Costs | N
         costs is not None,
         by_rank("devices"),
         by_rank("stages"),
-        sorted(chain.from_iterable(by_rank("edges").values())),
+        sorted(chain.from_iterable(by_rank("edges").values()), reverse=True),
         by_rank("peaks"),
     )
 
@@ -120,14 +120,15 @@ def _name(stage: Stage) -> str:
 def _edges(plan: Any) -> list[Edge]:
     """The messages that a rank sends between stages."""
     forwards = {key for ins in plan.keyed if ins.kind == "F" for key in ins.writes}
-    sent: defaultdict[tuple[int, int, str], list[int]] = defaultdict(list)
+    sent: defaultdict[tuple[str, int, int, int], list[int]] = defaultdict(list)
     for ins in plan.keyed:
         if ins.kind != "SEND":
             continue
         source = getattr(ins.reads[0][0], "stage", -1)
         direction = "forward" if ins.reads[0] in forwards else "backward"
-        sent[ins.op.peer, source, direction].append(sum(spec.bytes for spec in ins.op.specs))
-    return [Edge(plan.rank, *edge, len(sizes), sum(sizes)) for edge, sizes in sent.items()]
+        edge = direction, plan.rank, ins.op.peer, source
+        sent[edge].append(sum(spec.bytes for spec in ins.op.specs))
+    return [Edge(len(sizes), sum(sizes), *edge) for edge, sizes in sent.items()]
 
 
 #: What the heads and cells of a table say, by its title.
@@ -137,12 +138,19 @@ MEANINGS = {
         "Times are those of one microbatch.",
         "engine: trace runs a traced program, eager runs autograd",
     ),
-    "Messages of a step": ("forward: the output of a stage; backward: the gradient of its input",),
+    "Messages of a step": (
+        "forward: the output of a stage; backward: the gradient of its input",
+        "Equal messages are one row; 0-2: its least and its greatest rank or stage",
+        "messages: those of one stage",
+    ),
     "Memory against time": (
         "peak: the most bytes of activations, and when in the step it is reached",
         "all but parameters, batch: the most bytes at once, gradients and messages too",
     ),
-    "Bubble by rank": ("Idle time as a share of the span; the mean of all ranks is the bubble.",),
+    "Bubble by rank": (
+        "Idle time as a share of the span; the mean of all ranks is the bubble.",
+        "held up by: the stage where the chain of waits begins, for most of that time",
+    ),
 }
 ESTIMATES = "estimates from shapes; costs=fpipe.measure_costs(...) has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
@@ -258,19 +266,19 @@ class Explanation:
 
     @property
     def _tables(self) -> dict[str, Table]:
-        facts = self.facts
         edge = "from", "to", "of stage", "direction", "messages", "bytes of one"
-        edges = [
-            (e.rank, e.to, e.stage, e.direction, e.messages, size_text(e.nbytes / e.messages))
-            for e in facts.edges
-        ]
+        messages = []
+        for (count, nbytes, direction), edges in groupby(self.facts.edges, lambda e: e[:3]):
+            ends = ({min(n), max(n)} for n in [*zip(*edges, strict=True)][3:])
+            ranges = ("-".join(map(str, sorted(pair))) for pair in ends)
+            messages.append((*ranges, direction, count, size_text(nbytes / count)))
         held = Cell("activations, @ the most", "activations over the step")
         memory = "rank", held, "peak, at % of step", "all but parameters, batch"
         return {
             "What runs where": self._where,
-            "Messages of a step": (edge, edges),
+            "Messages of a step": (edge, messages),
             "Memory against time": (memory, list(self._memory())),
-            "Bubble by rank": (("rank", "of the span", "cause"), list(self._idle())),
+            "Bubble by rank": (("rank", "of the span", "held up by", "cause"), list(self._idle())),
         }
 
     @property
@@ -301,14 +309,18 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = [(f"{one.share:.1%}", one.why) for one in idle_of(self.timeline, rank)]
-            for place, cause in enumerate(causes or [("-", "-")]):
+            causes = [(f"{share:.1%}", *why) for share, *why in idle_of(self.timeline, rank)]
+            for place, cause in enumerate(causes or [("-", "", "-")]):
                 yield "" if place else rank, *cause
 
 
 def _with_code(line: str) -> str:
     """The HTML of a line."""
-    return re.sub(r"fpipe\..*?\)\.\w+|schedule=\".*?\"", r"<code>\g<0></code>", escape(line, False))
+    return re.sub(
+        r"fpipe\..*?\)\.\w+|schedule=(?:\".*?\"|fpipe\..*?\))",
+        r"<code>\g<0></code>",
+        escape(line, False),
+    )
 
 
 def _line(curve: Points, t: Timeline, most: float) -> str:

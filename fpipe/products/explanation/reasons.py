@@ -20,27 +20,40 @@ Advice: TypeAlias = Iterator[tuple[float, str]]
 
 
 class Idle(NamedTuple):
-    """Idle time of a rank, as a share of the span, and why."""
+    """Idle time of a rank, as a share of the span, and why; ``held_up_by`` is the stage at which
+    the waits of others for each other begin, for more than half of the time.
+    """
 
     share: float
+    held_up_by: str
     why: str
 
 
 def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
     """The part of a rank in the bubble by its causes, the longest first."""
     spent: defaultdict[str, float] = defaultdict(float)
-    row = timeline.of_rank(rank)
-    for before, span in pairwise(row):
+    first: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for before, span in pairwise(timeline.of_rank(rank)):
         wait = timeline.waited_for(rank, span.position)
-        if wait is not None and wait.time > 0:
-            cause = timeline.rows[wait.rank][wait.position].parts[0]
-            what = "output" if cause.op == "F" else "gradient"
-            spent[f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"] += wait.time
-        else:
+        if wait is None or wait.time <= 0:
             spent["waits for messages"] += max(span.start - before.end, 0.0)
+            continue
+        cause = timeline.rows[wait.rank][wait.position].parts[0]
+        what = "output" if cause.op == "F" else "gradient"
+        why = f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"
+        spent[why] += wait.time
+        begin = wait
+        while (earlier := timeline.waited_for(*begin[:2])) and earlier.time > 0:
+            begin = earlier
+        first[why, timeline.rows[begin.rank][begin.position].parts[0].stage] += wait.time
     spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
-    shares = [Idle(time / timeline.span, why) for why, time in spent.items() if timeline.span]
-    return sorted((one for one in shares if one.share > 5e-4), reverse=True)
+    most = {why: f"stage {stage}" for (why, stage), time in first.items() if time > spent[why] / 2}
+    shares = (
+        Idle(time / timeline.span, most.get(why, ""), why)
+        for why, time in spent.items()
+        if time > 5e-4 * timeline.span
+    )
+    return sorted(shares, reverse=True)
 
 
 def advice(
@@ -64,7 +77,8 @@ def advice(
 
 def _balance(timeline: Timeline) -> Advice:
     """The ranks with the most work, for which others wait, and those with less than half of the
-    mean; where most ranks have the most, the one with the least.
+    mean; where most ranks have the most, the one with the least; where one stage is most of what a
+    rank has above the mean, that stage.
     """
     busy = timeline.busy
     mean = sum(busy) / len(busy)
@@ -78,17 +92,35 @@ def _balance(timeline: Timeline) -> Advice:
 
     full = [rank for rank, time in enumerate(busy) if time > 0.95 * most]
     empty = [rank for rank, time in enumerate(busy) if time < 0.5 * mean]
+    work: defaultdict[int, float] = defaultdict(float)
+    for span in timeline.of_rank(full[0]):
+        work[span.action.parts[0].stage] += span.end - span.start
+    alone, stage = max(zip(work.values(), work, strict=True))
+    copies = ""
     if len(full) > len(busy) / 2:
         least = named([busy.index(min(busy))])
         text = f"Too little work is on {least}, which waits for the others: move work there"
     else:
         text = f"Too much work is on {named(full)}, for which the others wait: move work from there"
         text += f" to {named(empty)}" if empty else ""
+        if 2 * alone > most + mean:
+            copies = (
+                " A stage that is one layer can have copies on several ranks, with "
+                "schedule=fpipe.auto(costs=costs, replicate=True)."
+            )
+            if len(work) > 1:
+                text = (
+                    f"Stage {stage} on rank {full[0]} alone takes {alone / mean:.2g} times the "
+                    "mean of all ranks: moving other stages saves at most "
+                    f"{percent((most - alone) / timeline.total)} of a step, so split this one"
+                )
+    gain = (most - mean) / timeline.total
     yield (
-        (most - mean) / timeline.total,
-        f"{text}. fpipe.balance(parts, {len(busy)}, pipe.schedule("
+        gain,
+        f"{text}. That saves at most {percent(gain)} of a step. "
+        f"fpipe.balance(parts, {len(busy)}, pipe.schedule("
         f"{timeline.microbatches // timeline.slices})).cuts proposes cuts; parts is a list of "
-        "modules, or of the costs of layers or other parts of the stages, in order.",
+        f"modules, or of the costs of layers or other parts of the stages, in order.{copies}",
     )
 
 
@@ -117,15 +149,16 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
     found = []
     for name, other in named_alike(schedule):
         simulated = other.simulate(costs)
-        found.append((simulated.total, max(simulated.peak_bytes), len(found), name))
-    fitting = [one for one in found if one[1] <= limit * (1 + 1e-9)]
-    saves = 1 - min(fitting, default=(timeline.total,))[0] / timeline.total >= LEAST_GAIN
-    best = min(fitting if saves else found, default=None)
-    if best is not None:
-        total, peak, _, name = best
-        gain = 1 - total / timeline.total
+        loss = simulated.total / timeline.total - 1
+        peak = max(simulated.peak_bytes)
+        if -loss >= LEAST_GAIN:
+            found.append((peak > limit * (1 + 1e-9), loss, peak, len(found), name))
+    if found:
+        _, loss, peak, _, name = min(found)
+        factor = f" for {peak / limit:.1f} times the memory" if peak > 1.05 * limit > 0 else ""
         yield (
-            gain,
-            f'With schedule="{name}" a step takes {percent(gain)} less time at these costs, and a '
-            f"rank holds at most {size_text(peak)} of activations in place of {size_text(limit)}.",
+            -loss,
+            f'With schedule="{name}" a step takes {percent(-loss)} less time at these costs{factor}'
+            f", and a rank holds at most {size_text(peak)} of activations in place of "
+            f"{size_text(limit)}.",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import compress
 from math import floor, log10
 from statistics import fmean
@@ -157,29 +157,21 @@ def summary(scene: Scene, mark: str = "band", most: int = 0) -> Iterator[str]:
 
 
 def units(scene: Scene) -> str:
-    """What the times are: their unit, and what a stage takes."""
+    """What the times are: their unit, and what a stage takes, if all stages take the same."""
     t = scene.timeline
     count = max(len(t.placement.stages_of(rank)) for rank in range(t.ranks))
     stages = "A rank's stage" if count == 1 else f"Each of a rank's {count} stages"
-    times: defaultdict[str, list[float]] = defaultdict(list)
+    times: defaultdict[str, set[str]] = defaultdict(set)
     for bar in scene.bars:
         if isinstance(bar.action, Action):
-            times[bar.action.op].append(bar.end - bar.start)
-    lengths = ", ".join(f"{op} {_range(times[op])}" for op in scene.ops if op in times)
-    if not lengths:
+            times[bar.action.op].add(number(bar.end - bar.start))
+    lengths = ", ".join(f"{op} {min(times[op])}" for op in scene.ops if op in times)
+    whole = {number(busy / t.microbatches) for busy in t.busy if count > 1}
+    if not lengths or any(len(taken) > 1 for taken in (whole, *times.values())):
         return f"Times are in {t.unit or 'the unit of the costs'}."
-    if count > 1:
-        whole = _range([busy / t.microbatches for busy in t.busy])
-        lengths += f": {whole} in all for a microbatch" + ", by rank" * (" " in whole)
+    if whole:
+        lengths += f": {min(whole)} in all for a microbatch"
     return f"{stages} takes {lengths}{t.unit and ', in '}{t.unit}."
-
-
-def _range(values: Collection[float]) -> str:
-    least = min(values)
-    most = max(values)
-    if number(least) == number(most):
-        return number(least)
-    return f"{number(float(f'{least:.3g}'))} to {number(float(f'{most:.3g}'))}"
 
 
 def hint(bar: Bar, scene: Scene) -> str:

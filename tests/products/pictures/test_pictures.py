@@ -36,6 +36,7 @@ from fpipe.products.pictures import Look, colours, labels, plotting, scene, shap
 from fpipe.products.pictures.fold import shortened
 from fpipe.products.pictures.labels import text_width
 from fpipe.products.pictures.scene import scenes, without_dips
+from fpipe.schedule import Schedule
 from page_data import page_data
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV", "DualPipe", "ZBH2")
@@ -651,22 +652,27 @@ def test_units_and_what_they_mean_are_on_the_picture():
     assert "F 0.5, I 0.5, W 0.5: 3 in all for a microbatch" in words(
         timeline(costs="F=.5,I=.5,W=.5")
     )
-    assert "F 0.33 to 2, I 1, W 1: 4.83 to 7 in all for a microbatch, by rank." in words(
-        timeline(costs="F=.33:1:1:1:2:2:1:.5")
+    assert "A rank's stage takes F 1, B 2." in words(
+        make_schedule("1F1B", 4, 12, replicas=(3, 1)).simulate()
     )
     for costs in ("", "saved=.5"):  # of each of two stages
         assert ", peak 4 microbatches" in words(timeline(costs=costs))
     assert ", peak 1 microbatch" in words(timeline("1F1B", 1, 2)).replace("microbatches", "")
     assert ", peak 24 units of saved=" in words(timeline(costs="saved=3"))
-    assert "A rank's stage takes F 2, B 1 to 3, in s." in words(
-        Timeline.measured(
-            [
-                (0, Action(0, op, m), s, e)
-                for op, m, s, e in (("F", 0, 0, 2), ("B", 0, 2, 3), ("F", 1, 3, 5), ("B", 1, 5, 8))
-            ]
-        )
-    )
     assert ", peak 22.9 MiB" in words(timeline(costs="saved=3000000"))
+    twice = (("F", 0, 0, 2), ("B", 0, 2, 5), ("F", 1, 5, 7), ("B", 1, 7, 10))
+    spans = [(0, Action(0, op, m), start, end) for op, m, start, end in twice]
+    assert "A rank's stage takes F 2, B 3, in s." in words(Timeline.measured(spans))
+
+
+def test_ranges_of_times_are_no_note():
+    """``takes F 0.0459 to 0.544, B 0.0838 to 1.09: 0.259 to 1.76 in all`` said nothing."""
+    uneven = timeline(costs="F=.33:1:1:1:2:2:1:.5")
+    assert labels.units(scenes(uneven)[0]) == "Times are in the unit of the costs."
+    one_rank_has_more = Schedule.parse("[0F0, 1F0, 1B0, 0B0]\n[2F0, 2B0]").simulate()
+    assert labels.units(scenes(one_rank_has_more)[0]) == "Times are in the unit of the costs."
+    spans = [(0, Action(0, "F", 0), 0.0, 2.0), (0, Action(0, "F", 1), 2.0, 3.0)]
+    assert labels.units(scenes(Timeline.measured(spans))[0]) == "Times are in s."
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipe", "DualPipeV", "Seq1F1B"])
@@ -797,11 +803,6 @@ def test_a_figure_that_all_ranks_have_is_in_the_header_alone():
     assert labels.figures_of(scenes(timeline("ZBV"))[0]) == [""] * 4
     uneven = labels.figures_of(scenes(timeline("1F1B", costs="F=1:1:1:2"))[0])
     assert all(re.fullmatch(r"bubble [\d.]+%, peak \d", text) for text in uneven)
-
-
-def test_lengths_from_nothing_have_no_least():
-    spans = [(0, Action(0, "F", 0), 0.0, 0.0), (0, Action(0, "F", 1), 0.0, 2.0)]
-    assert "takes F 0 to 2" in labels.units(scenes(Timeline.measured(spans, unit=""))[0])
 
 
 # ---- names in bars ----
