@@ -5,7 +5,7 @@ A rank warms up until its first backward begins, and is in its tail after its la
 time before the first backward is the warm-up, one after the last forward the tail. Between them, it
 is the time in which a message was on the way, after the action that sent it had ended, or
 imbalance, while another rank was still computing that action. A time on the way counts as a message
-in every phase, once the rank has begun.
+in every phase.
 """
 
 from __future__ import annotations
@@ -264,6 +264,7 @@ def _scene(timeline: Timeline) -> Scene:
     shades = _shades(timeline.placement)
     unit, amount = _unit(timeline)
     lanes: list[Lane] = []
+    brief = sum(timeline.busy) / (len(timeline) or 1) / 2
     for rank in range(timeline.ranks):
         bars: list[Bar] = []
         for _, position, action, start, end in timeline.of_rank(rank):
@@ -271,7 +272,8 @@ def _scene(timeline: Timeline) -> Scene:
             wait = timeline.waited_for(rank, position)
             bars.append(Bar(action, start, end, kinds, wait, colours=kinds))
         busy = timeline.busy[rank] / timeline.span if timeline.span else 1.0
-        curve = without_dips([(time, held / amount) for time, held in timeline.curve(rank)])
+        held = [(time, held / amount) for time, held in timeline.curve(rank)]
+        curve = without_dips(held, brief)
         peak = max((held for _, held in curve), default=0.0)
         short = 1e-9 * timeline.total
         gaps = tuple(gap for gap in _gaps(timeline, bars) if gap.end - gap.start > short)
@@ -303,14 +305,20 @@ def _shades(placement: Placement) -> Mapping[int, dict[int, int]]:
     return shades
 
 
-def without_dips(curve: Points) -> Points:
-    """A curve without dips of no length, where one action frees memory at the moment at which the
-    next one takes it.
+def without_dips(curve: Points, brief: float) -> Points:
+    """A curve without dips that are not longer than ``brief``, where one action frees memory
+    shortly before the next one takes it.
+
+    >>> without_dips([(0, 1), (4, 0), (4.1, 1), (7, 0)], 0.5)
+    [(0, 1), (4.1, 1), (7, 0)]
     """
+    before = [0.0, *(held for _, held in curve)]
     points = [
         (time, held)
-        for (time, held), (next_time, next_held) in pairwise(curve)
-        if time < next_time or held > next_held
+        for last, (time, held), (next_time, next_held) in zip(
+            before, curve, curve[1:], strict=False
+        )
+        if next_time - time > brief or held >= min(last, next_held)
     ]
     return [*points, *curve[-1:]]
 
@@ -329,7 +337,7 @@ def _gaps(timeline: Timeline, bars: Sequence[Bar]) -> Iterator[Gap]:
         else:
             cause = "imbalance" if bar.wait else "other"
         sent = bar.start
-        if free and bar.wait:
+        if bar.wait:
             sent = min(max(timeline.ends[bar.wait.rank][bar.wait.position], free), bar.start)
         yield Gap(free, sent, cause)
         yield Gap(sent, bar.start, "message")
