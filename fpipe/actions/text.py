@@ -52,6 +52,22 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+#: unit, how many of it are a second, and the least time in seconds that is shown in it
+_SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 1e-3), ("us", 1e6, 0.0))
+
+
+def readable(longest: float, unit: str = "s") -> tuple[str, float]:
+    """The unit in which times are shown, and how many of it are one of theirs.
+
+    >>> readable(7666, "us"), readable(3, ""), readable(0.0009)
+    (('ms', 0.001), ('', 1.0), ('us', 1000000.0))
+    """
+    for theirs, count, _ in _SECONDS:
+        if theirs == unit:
+            return next((u, n / count) for u, n, least in _SECONDS if longest >= least * count)
+    return unit, 1.0
+
+
 def counted(count: int, what: str) -> str:
     """A count and its noun, in the plural unless the count is 1.
 

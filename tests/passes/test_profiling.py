@@ -192,20 +192,20 @@ LATE = [
         (0, 4, 0),
         (2, 4, 0),
         8,
-        f"{STARTS} 2000 ms later {THAN} in every step, 20% of",
+        f"{STARTS} 2 s later {THAN} in every step, 20% of",
     ),
     (
         (0, 4, 0),
         (0, 4, 0),
         (2, 4, 0),
         9,
-        f"{STARTS} 2000 ms later {THAN} in every step, 10% of",
+        f"{STARTS} 2 s later {THAN} in every step, 10% of",
     ),
     ((0, 4, 0), (0, 4, 0), (2, 4, 0), 10, "The ranks are even"),  # it would have waited as long
-    ((0, 4, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 3000 ms longer {THAN} in"),
-    ((0, 1, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 4500 ms longer {THAN} in"),
+    ((0, 4, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 3 s longer {THAN} in"),
+    ((0, 1, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 4.5 s longer {THAN} in"),
     # so does rank 2
-    ((0, 7, 0), (0, 1, 0), (0, 7, 0), 10, f"{MOVE.format(0)} 3000 ms longer {THAN} in"),
+    ((0, 7, 0), (0, 1, 0), (0, 7, 0), 10, f"{MOVE.format(0)} 3 s longer {THAN} in"),
     ((0, 4, 1), (0, 4, 0), (0, 4, 0), 9, f"Rank 0 spends 1000 ms more between its .* {THAN} in"),
 ]
 
@@ -231,7 +231,7 @@ def test_of_ranks_in_turn_the_simulated_times_are_compared():
     step of 4 s.
     """
     held_up = [ran(rank, 0, times) for rank, times in enumerate((1, 7, 1))]
-    words = rf"{MOVE.format(2)} 1000 ms .* in every step, 25% of a step of 4000 ms. "
+    words = rf"{MOVE.format(2)} 1000 ms .* in every step, 25% of a step of 4 s. "
     assert re.match(words, late([held_up], 4, (1, 1, 2)))
 
 
@@ -305,7 +305,7 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     (call,) = re.findall(r"fpipe\.balance\((.*), pipe\.schedule\(3\)\)\.cuts", verdict)
     times = found["costs"].F, found["costs"].B
     assert eval(call) == (
-        [pytest.approx(1e3 * sum(both), rel=1e-3) for both in zip(*times, strict=True)],
+        [pytest.approx(1e3 * sum(both), rel=5e-3) for both in zip(*times, strict=True)],
         2,
     )
 

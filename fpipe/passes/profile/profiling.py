@@ -42,11 +42,11 @@ from .costing import (
     MEANINGS,
     costs,
     cutting,
-    in_ms,
     late,
     length,
     shares,
-    table_in_ms,
+    shown,
+    table,
     timeline,
 )
 from .recording import Run, gathered, recording
@@ -122,12 +122,12 @@ class Profile:
         real, would = self.timeline, self.simulated
         if self.in_turn:
             return (
-                f"{steps}: measured, ranks in turn: {in_ms(real.total)}; "
-                f"simulated, ranks at once: {in_ms(would.total)}, bubble {would.bubble:.1%}"
+                f"{steps}: measured, ranks in turn: {shown(real.total)}; "
+                f"simulated, ranks at once: {shown(would.total)}, bubble {would.bubble:.1%}"
             )
         return (
-            f"{steps}: measured: {in_ms(real.total)}, bubble {real.bubble:.1%}, whole step "
-            f"{in_ms(length(self._median))}; simulated: {in_ms(would.total)}, "
+            f"{steps}: measured: {shown(real.total)}, bubble {real.bubble:.1%}, whole step "
+            f"{shown(length(self._median))}; simulated: {shown(would.total)}, "
             f"{would.total / real.total:.1%} of the measured time"
         )
 
@@ -225,14 +225,12 @@ class Profile:
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
         price = self._price
         columns = {op: getattr(price, op) for op in OPS if op in ran}
-        tables = {"Median times of actions by stage, in ms": table_in_ms("stage", columns)}
+        tables = [table("Median times of actions by stage", "stage", columns)]
         if self.in_turn:
-            return tables
+            return dict(tables)
         parts = [shares(run) for run in self._median]
         times = {name: [part[name] for part in parts] for name in dict.fromkeys(chain(*parts))}
-        least = 5e-4 * sum(map(sum, times.values()))
-        seen = {name: of_ranks for name, of_ranks in times.items() if sum(of_ranks) >= least}
-        return tables | {"What each rank spends its time on, in ms": table_in_ms("rank", seen)}
+        return dict([*tables, table("What each rank spends its time on", "rank", times)])
 
     @property
     def _verdict(self) -> Iterator[str]:

@@ -19,14 +19,14 @@ from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
 from ... import Costs, Pipeline, Schedule, Stage, Timeline
-from ...actions import counted, number, unfused
+from ...actions import counted, number, readable, unfused
 from ...errors import FpipeError
 from ...tree import Tree, is_tensor, leaves
 from .. import pictures
 from ..pictures.html import page
 from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
-from ..pictures.scene import Points, readable
+from ..pictures.scene import Points
 from ..search.auto import costs_of
 from .reasons import advice, idle_of
 

@@ -15,11 +15,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from ...actions import KINDS, AnyAction, Placement, Timeline, Wait
+from ...actions import KINDS, AnyAction, Placement, Timeline, Wait, readable
 from ...errors import FpipeError
 
 #: cause of idle time -> its name in the legend
@@ -30,8 +29,6 @@ CAUSES = {
     "tail": "tail",
     "other": "between actions",
 }
-#: unit, how many of it are a second, and the least total in seconds that is shown in it
-SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-4), ("us", 1e6, 0.0))
 #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
 SAME = 4
 ABSENT = 9
@@ -236,18 +233,6 @@ def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
         most = max((abs(bar.shift or 0.0) for scene in rest for bar in scene.bars), default=0.0)
         rest = [_tinted(scene, most) for scene in rest]
     return first, *rest
-
-
-def readable(longest: float, unit: str) -> tuple[str, float]:
-    """The unit in which times are shown, and how many of it are one of theirs.
-
-    >>> readable(7666, "us"), readable(3, "")
-    (('ms', 0.001), ('', 1.0))
-    """
-    for theirs, count, _ in SECONDS:
-        if theirs == unit:
-            return next((u, n / count) for u, n, least in SECONDS if longest >= least * count)
-    return unit, 1.0
 
 
 def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
