@@ -43,6 +43,10 @@ _KILLED = 10.0
 #: and of the launcher at its clock.
 _LOOK = 60.0
 _UNGUARDED = 97  #: how a new process ends whose import of the script calls ``launch``
+_GUARD = (
+    "each new process imports the script, and that calls launch again; put the call of launch "
+    'under if __name__ == "__main__":'
+)
 T = TypeVar("T")
 
 
@@ -113,12 +117,7 @@ class _Child(NamedTuple):
             code = self.process.exitcode or 0
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             what = f"rank {rank} ended by {how} before it finished; see its output"
-            if code == _UNGUARDED:
-                what = (
-                    "each new process imports the script, and that calls launch again; put the "
-                    'call of launch under if __name__ == "__main__":'
-                )
-            return Report(failure=what, ended=True)
+            return Report(failure=_GUARD if code == _UNGUARDED else what, ended=True)
         except Exception as error:  # its result or exception cannot be unpickled in this process
             return Report(failure=f"the result of rank {rank} cannot be read here: {error!r}")
 
