@@ -41,15 +41,15 @@ _EXPECTED = (
 )
 
 
-def number(value: float) -> str:
-    """A number with at most four significant digits, or all those before the point.
+def number(value: float, digits: int = 4) -> str:
+    """A number with at most so many significant digits, or all those before the point.
 
     >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
     ('26', '0.3', '123457', '0.6667')
     """
     if abs(value) >= 1000:
         return f"{value:.0f}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 #: unit, how many of it are a second, and the least time in seconds that is shown in it

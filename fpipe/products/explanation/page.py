@@ -5,7 +5,6 @@ and the page of it, as text and as HTML.
 
 from __future__ import annotations
 
-import re
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -229,7 +228,7 @@ class Explanation:
             [
                 f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
                 "<h3>What to change first</h3>",
-                *(f"<p>{_with_code(line)}</p>" for line in self._advice),
+                *(f"<p>{pictures.with_code(line)}</p>" for line in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(
                     f"<h3>{t}</h3><p>{'<br>'.join(MEANINGS[t])}</p>{pictures.table(*rows)}"
@@ -278,11 +277,10 @@ class Explanation:
         facts = self.facts
         costs = facts.costs.times(facts.schedule.stages)
         unit, scale = readable(max(max(costs[op]) for op in "FIW"), facts.costs.unit)
-        shown = "{:.3f}".format if unit else number
         rows = []
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
-                took = [shown(scale * costs[op][one.stage]) for op in "FIW"]
+                took = [number(scale * costs[op][one.stage], 3) for op in "FIW"]
                 named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
                 rows.append((rank, *named, *took, facts.devices[rank], one.engine))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
@@ -304,11 +302,6 @@ class Explanation:
             causes = [(f"{one.share:.1%}", one.why) for one in idle_of(self.timeline, rank)]
             for place, cause in enumerate(causes or [("-", "-")]):
                 yield "" if place else rank, *cause
-
-
-def _with_code(line: str) -> str:
-    """The HTML of a line."""
-    return re.sub(r"fpipe\..*?\)\.\w+|schedule=\".*?\"", r"<code>\g<0></code>", escape(line, False))
 
 
 def _line(curve: Points, t: Timeline, most: float) -> str:

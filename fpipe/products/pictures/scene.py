@@ -257,8 +257,7 @@ def _scene(timeline: Timeline) -> Scene:
             wait = timeline.waited_for(rank, position)
             bars.append(Bar(action, start, end, kinds, wait, colours=kinds))
         busy = timeline.busy[rank] / timeline.span if timeline.span else 1.0
-        held = [(time, held / amount) for time, held in timeline.curve(rank)]
-        curve = without_dips(held, brief)
+        curve = without_dips([(time, held / amount) for time, held in timeline.curve(rank)], brief)
         peak = max((held for _, held in curve), default=0.0)
         short = 1e-9 * timeline.total
         gaps = tuple(gap for gap in _gaps(timeline, bars) if gap.end - gap.start > short)
@@ -297,15 +296,12 @@ def without_dips(curve: Points, brief: float) -> Points:
     >>> without_dips([(0, 1), (4, 0), (4.1, 1), (7, 0)], 0.5)
     [(0, 1), (4.1, 1), (7, 0)]
     """
-    before = [0.0, *(held for _, held in curve)]
-    points = [
-        (time, held)
-        for last, (time, held), (next_time, next_held) in zip(
-            before, curve, curve[1:], strict=False
-        )
-        if next_time - time > brief or held >= min(last, next_held)
+    inner = [
+        point
+        for before, point, after in zip(curve, curve[1:], curve[2:], strict=False)
+        if after[0] - point[0] > brief or point[1] >= min(before[1], after[1])
     ]
-    return [*points, *curve[-1:]]
+    return [*curve[:1], *inner, *curve[1:][-1:]]
 
 
 # ---- idle times ----
