@@ -55,7 +55,7 @@ between: from an instruction to the next one, in the loop of fpipe"""
 
 #: How a rank spends its own time, for which others may wait, and what is said then.
 _OWN = {
-    "start": "Shorten what rank {} does before a step: it starts {} later",
+    "start": "Shorten what rank {} does before a step: its first instruction is {} later",
     "programs": "Move work from rank {} to other ranks: it computes {} longer",
     "between": "Rank {} spends {} more between its instructions",
 }
@@ -278,7 +278,7 @@ def cutting(simulated: Timeline, price: Costs) -> str:
     by_op = price.times(simulated.placement.stages)
     times = list(map(add, by_op["F"], by_op["B"]))
     unit, scale = readable(max(times))
-    listed = ", ".join(number(float(f"{scale * time:.3g}")) for time in times)
+    listed = ", ".join(number(scale * time, 3) for time in times)
     return (
         f"fpipe.balance([{listed}], {simulated.ranks}, pipe.schedule("
         f"{simulated.microbatches // simulated.slices})).cuts proposes cuts: replace each "
@@ -291,8 +291,8 @@ def late(
 ) -> str:
     """The rank for which the others wait most, as a sentence; where it computes too long, with how
     to ``cut`` the work. Its own times are compared with the mean of the other ranks; others than
-    that of programs count as far as the step is longer than ``simulated``. Of ranks in turn only
-    the times count that they are ``busy`` in the simulation.
+    that of programs count as far as the step is longer than ``simulated``. Where ``busy`` is given,
+    the times of ranks in the simulation, only these count.
     """
     excess = defaultdict[tuple[int, str], list[float]](list)
     for runs in steps:
@@ -303,6 +303,7 @@ def late(
             times = [one[kind] for one in spent]
             for rank, time in enumerate(times):
                 excess[rank, kind].append(time - fmean(times[:rank] + times[rank + 1 :]))
+    step = "simulated step" if busy else "step"
     whole = simulated if busy else median_low(map(length, steps))
 
     def share(which: tuple[int, str]) -> float:
@@ -313,14 +314,12 @@ def late(
     rank, kind = which = max(excess, key=share)
     if share(which) < _LEAST:
         return (
-            f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a step. Idle "
-            "time is that of the schedule and its messages."
+            f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a {step}."
+            + " Idle time is that of the schedule and its messages." * (not busy)
         )
-    late_by = shown(median(excess[which]))
-    often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"
     text = (
-        f"{_OWN[kind].format(rank, late_by)} than the mean of the other ranks in {often}, "
-        f"{share(which):.0%} of a step of {shown(whole)}. They wait for it."
+        f"{_OWN[kind].format(rank, shown(median(excess[which])))} than the mean of the other "
+        f"ranks, {share(which):.0%} of a {step} of {shown(whole)}. They wait for it."
     )
     if kind != "programs":
         return text
