@@ -11,7 +11,7 @@ from .costs import Costs, Per, as_costs
 from .dependencies import uncollected
 from .product import load_pass
 from .progress_line import Track, progress
-from .text import counted, number
+from .text import counted, number, readable
 from .text_files import read_bytes, write_bytes
 from .timeline import Timeline, Wait
 
@@ -34,6 +34,7 @@ __all__ = [
     "number",
     "progress",
     "read_bytes",
+    "readable",
     "uncollected",
     "unfused",
     "write_bytes",

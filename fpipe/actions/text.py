@@ -41,15 +41,31 @@ _EXPECTED = (
 )
 
 
-def number(value: float) -> str:
-    """A number with at most four significant digits, or all those before the point.
+def number(value: float, digits: int = 4) -> str:
+    """A number with at most so many significant digits, or all those before the point.
 
     >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
     ('26', '0.3', '123457', '0.6667')
     """
     if abs(value) >= 1000:
         return f"{value:.0f}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
+
+
+#: unit, how many of it are a second, and the least time in seconds that is shown in it
+_SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 1e-3), ("us", 1e6, 0.0))
+
+
+def readable(longest: float, unit: str = "s") -> tuple[str, float]:
+    """The unit in which times are shown, and how many of it are one of theirs.
+
+    >>> readable(7666, "us"), readable(3, ""), readable(0.0009)
+    (('ms', 0.001), ('', 1.0), ('us', 1000000.0))
+    """
+    for theirs, count, _ in _SECONDS:
+        if theirs == unit:
+            return next((u, n / count) for u, n, least in _SECONDS if longest >= least * count)
+    return unit, 1.0
 
 
 def counted(count: int, what: str) -> str:

@@ -35,6 +35,7 @@ class Executable:
     plan: Plan
     steps: tuple[StepFn, ...]
     group: Group
+    name: str  # of the schedule
 
     @cached_property
     def phases(self) -> tuple[Steps, Steps]:
@@ -56,10 +57,10 @@ WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)
 DEBUGGING: ContextVar[bool] = ContextVar("DEBUGGING", default=False)
 
 
-def bind(plan: Plan, machine: Machine) -> Executable:
+def bind(plan: Plan, machine: Machine, name: str) -> Executable:
     """Turn every instruction into a function of the registers."""
     steps = tuple(ins.op.bind(ins, machine) for ins in plan.instructions)
-    return Executable(plan, steps, machine.group)
+    return Executable(plan, steps, machine.group, name)
 
 
 def execute(

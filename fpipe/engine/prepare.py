@@ -88,7 +88,7 @@ def prepare(
         for rank, plan in plans.items():
             device = group.device(rank)
             machine = Machine(rank, group, device, config.accumulate, check, first_microbatch)
-            executables[rank] = bind(plan, machine)
+            executables[rank] = bind(plan, machine, schedule.name)
     return Prepared(
         request,
         executables,

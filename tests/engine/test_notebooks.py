@@ -115,7 +115,10 @@ def test_a_profile_shows_its_last_step():
         step(*batch)
         shown = step._repr_html_()
         assert f"The median of {number} step{'s' * (number > 1)}: measured" in shown
-        assert "ms; simulated, ranks at once: " in shown
+        assert "s; simulated, ranks at once: " in shown
+        assert shown.startswith("<h3>ZBVZeroBubble, profiled</h3><p>The median"), (
+            "a heading comes first"
+        )
         assert "<svg" in shown
     assert len(texts(shown)) > 10
     assert "<details" not in shown and ">stage</th>" in shown

@@ -177,7 +177,7 @@ def ran(rank: int, start: float, computes: float, pause: float = 0.0) -> Run:
 
 
 THAN = "than the mean of the other ranks"
-STARTS = "Shorten what rank 2 does before a step: it starts"
+STARTS = "Shorten what rank 2 does before a step: its first instruction is"
 MOVE = "Move work from rank {} to other ranks: it computes"
 LATE = [
     (
@@ -192,21 +192,21 @@ LATE = [
         (0, 4, 0),
         (2, 4, 0),
         8,
-        f"{STARTS} 2000 ms later {THAN} in every step, 20% of",
+        f"{STARTS} 2 s later {THAN}, 20% of",
     ),
     (
         (0, 4, 0),
         (0, 4, 0),
         (2, 4, 0),
         9,
-        f"{STARTS} 2000 ms later {THAN} in every step, 10% of",
+        f"{STARTS} 2 s later {THAN}, 10% of",
     ),
     ((0, 4, 0), (0, 4, 0), (2, 4, 0), 10, "The ranks are even"),  # it would have waited as long
-    ((0, 4, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 3000 ms longer {THAN} in"),
-    ((0, 1, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 4500 ms longer {THAN} in"),
+    ((0, 4, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 3 s longer {THAN}, "),
+    ((0, 1, 0), (0, 7, 0), (0, 4, 0), 10, f"{MOVE.format(1)} 4.5 s longer {THAN}, "),
     # so does rank 2
-    ((0, 7, 0), (0, 1, 0), (0, 7, 0), 10, f"{MOVE.format(0)} 3000 ms longer {THAN} in"),
-    ((0, 4, 1), (0, 4, 0), (0, 4, 0), 9, f"Rank 0 spends 1000 ms more between its .* {THAN} in"),
+    ((0, 7, 0), (0, 1, 0), (0, 7, 0), 10, f"{MOVE.format(0)} 3 s longer {THAN}, "),
+    ((0, 4, 1), (0, 4, 0), (0, 4, 0), 9, f"Rank 0 spends 1000 ms more between its .* {THAN}, "),
 ]
 
 
@@ -222,8 +222,7 @@ def test_the_rank_for_which_the_others_wait_is_named(
     runs = tuple(ran(rank, *times) for rank, times in enumerate((first, second, third)))
     assert re.match(words, late([runs] * 3, simulated))
     usual = tuple(ran(rank, 0, 4) for rank in range(3))
-    mixed = late([runs, runs, usual], simulated)
-    assert mixed == late([runs], simulated).replace("every step", "most steps")
+    assert late([runs, runs, usual], simulated) == late([runs], simulated), "the median counts"
 
 
 def test_of_ranks_in_turn_the_simulated_times_are_compared():
@@ -231,7 +230,7 @@ def test_of_ranks_in_turn_the_simulated_times_are_compared():
     step of 4 s.
     """
     held_up = [ran(rank, 0, times) for rank, times in enumerate((1, 7, 1))]
-    words = rf"{MOVE.format(2)} 1000 ms .* in every step, 25% of a step of 4000 ms. "
+    words = rf"{MOVE.format(2)} 1000 ms .*, 25% of a simulated step of 4 s. "
     assert re.match(words, late([held_up], 4, (1, 1, 2)))
 
 
@@ -294,18 +293,18 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert Costs.from_json(found["measured"].to_json()) == found["measured"]
     text = found["text"]
     assert max(map(len, text.splitlines())) <= 80
-    verdict, first, about, _, times, *_ = (part.replace("\n", " ") for part in text.split("\n\n"))
+    first, verdict, about, _, times, *_ = (part.replace("\n", " ") for part in text.split("\n\n"))
     figures = r"measured: [\d.]+ ms, bubble [\d.]+%, whole step [\d.]+ ms simulated: "
-    assert re.match(f"The median of 1 step: {figures}", first)
+    assert re.match(f"The median of 1 step: {figures}", first), "what was measured comes first"
     assert first.endswith("% of the measured time")
     assert about.startswith("The measured time is from the start of the first action")
     assert "waiting: for messages that have not arrived" in times
-    words = rf"{MOVE.format(1)} [\d.]+ ms longer {THAN} in every step, "
+    words = rf"{MOVE.format(1)} [\d.]+ ms longer {THAN}, "
     assert re.match(rf"{words}.* stage is 1\. fpipe", verdict)
     (call,) = re.findall(r"fpipe\.balance\((.*), pipe\.schedule\(3\)\)\.cuts", verdict)
     times = found["costs"].F, found["costs"].B
     assert eval(call) == (
-        [pytest.approx(1e3 * sum(both), rel=1e-3) for both in zip(*times, strict=True)],
+        [pytest.approx(1e3 * sum(both), rel=5e-3) for both in zip(*times, strict=True)],
         2,
     )
 
@@ -346,8 +345,6 @@ def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: li
     step = fpipe.profile(fpipe.value_and_grad(pipe), name="small")
     step(params, x)
     assert step.in_turn
-    step.note = "2 ranks share a core."
-    assert str(step).startswith("2 ranks share a core.\n\nThe median of 1 step")
     step.in_turn = in_turn
     axes = step.plot(Figure(figsize=(8, 6)).subplots(), "light")
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
@@ -360,14 +357,21 @@ def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: li
 def test_a_profile_says_that_processes_share_cores(
     limit: int, said: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Actions that waited for a core looked like slow ones."""
+    """Actions that waited for a core looked like slow ones, and a rank that got a core late was to
+    do less before a step.
+    """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("fpipe.passes.profile.profiling.cores", lambda: limit)
     pipe, params, x = small()
     step = fpipe.profile(fpipe.value_and_grad(pipe))
     step(params, x)
-    words = "\n2 processes share 1 core of this machine: times include waits for a core.\n"
+    words = "\n\n2 processes share 1 core of this machine: times include waits for a core.\n"
     assert (words in str(step)) == said
+    step.in_turn = False
+    first, second = step.runs[0]
+    later = [event._replace(start=event.start + 9, end=event.end + 9) for event in second.events]
+    step.runs[0] = first, second._replace(events=tuple(later))
+    assert ("rank 1 does before a step" in str(step)) != said
 
 
 def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -548,7 +552,7 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
     assert head.split() == ["stage", *kinds.split()]
     assert "\n\nOne process ran the ranks in turn" in str(step)
     assert ("\n-: none" in str(step)) == (name == "ZBH1"), "stage 0 has no I"
-    assert repr(step).startswith("Profile(The median of 1 step: measured, ranks in turn: ")
+    assert repr(step).startswith(f"Profile({name}, The median of 1 step: measured, ranks in turn: ")
 
 
 def test_a_profile_shows_what_preparation_took():

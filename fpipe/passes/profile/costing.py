@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
 from operator import add, itemgetter
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from ...actions.action import Action, AnyAction, joined
 from ...actions.costs import Costs, PerStage
-from ...actions.text import number
+from ...actions.text import number, readable
 from ...actions.timeline import Timeline
 from .recording import Run
 
@@ -56,33 +55,42 @@ between: from an instruction to the next one, in the loop of fpipe"""
 
 #: How a rank spends its own time, for which others may wait, and what is said then.
 _OWN = {
-    "start": "Shorten what rank {} does before a step: it starts {} later",
+    "start": "Shorten what rank {} does before a step: its first instruction is {} later",
     "programs": "Move work from rank {} to other ranks: it computes {} longer",
     "between": "Rank {} spends {} more between its instructions",
 }
 _LEAST = 0.05  #: of a step, for a rank to be named
 
 
-def in_ms(time: float) -> str:
-    """A time in milliseconds, as in pictures.
+def shown(time: float) -> str:
+    """A time in seconds, as in pictures.
 
-    >>> in_ms(0.0123456)
-    '12.35 ms'
+    >>> shown(0.0123456), shown(0.0001051)
+    ('12.35 ms', '105.1 us')
     """
-    return f"{number(1e3 * time)} ms"
+    unit, scale = readable(time)
+    return f"{number(scale * time)} {unit}"
 
 
-def table_in_ms(head: str, columns: Mapping[str, Sequence[float]]) -> list[Sequence[object]]:
-    """The rows of a table of times by number, below their head: the longest with three digits or
-    more, all with its decimals.
+def table(
+    title: str, head: str, columns: Mapping[str, Sequence[float]]
+) -> tuple[str, list[Sequence[object]]]:
+    """The title of a table of times by number, with their unit, and its rows below their head: the
+    longest with three digits or more, all with its decimals, without columns of zeros.
 
-    >>> table_in_ms("stage", {"F": (0.0123456, 0.002), "I": (0.001, 0.0)})
-    [('stage', 'F', 'I'), (0, '12.3', '1.0'), (1, '2.0', '-')]
+    >>> table("Times", "stage", {"F": (0.0123456, 0.002), "I": (0.001, 0.0), "W": (1e-6, 0.0)})
+    ('Times, in ms', [('stage', 'F', 'I'), (0, '12.3', '1.0'), (1, '2.0', '-')])
     """
-    times = list(chain(*zip(*columns.values(), strict=True)))
-    decimals = sum(1e3 * max(times) < limit for limit in (1, 10, 100))
-    cells = iter([f"{1e3 * time:.{decimals}f}" if time else "-" for time in times])
-    return [(head, *columns), *zip(count(), *[cells] * len(columns), strict=False)]
+    longest = max(map(max, columns.values()))
+    unit, scale = readable(longest)
+    decimals = sum(scale * longest < limit for limit in (1, 10, 100))
+    cells = {
+        name: [f"{scale * time:.{decimals}f}" if time else "-" for time in times]
+        for name, times in columns.items()
+    }
+    seen = {name: column for name, column in cells.items() if "".join(column).strip("-0.")}
+    rows = enumerate(zip(*seen.values(), strict=True))
+    return f"{title}, in {unit}", [(head, *seen), *((place, *row) for place, row in rows)]
 
 
 class Message(NamedTuple):
@@ -268,11 +276,13 @@ def cutting(simulated: Timeline, price: Costs) -> str:
     fpipe.balance([3, 12.1], 2, pipe.schedule(4)).cuts
     """
     by_op = price.times(simulated.placement.stages)
-    times = [number(1e3 * time) for time in map(add, by_op["F"], by_op["B"])]
+    times = list(map(add, by_op["F"], by_op["B"]))
+    unit, scale = readable(max(times))
+    listed = ", ".join(number(scale * time, 3) for time in times)
     return (
-        f"fpipe.balance([{', '.join(times)}], {simulated.ranks}, pipe.schedule("
+        f"fpipe.balance([{listed}], {simulated.ranks}, pipe.schedule("
         f"{simulated.microbatches // simulated.slices})).cuts proposes cuts: replace each "
-        "number, the F + B of a stage in ms, by the times of its layers or other parts."
+        f"number, the F + B of a stage in {unit}, by the times of its layers or other parts."
     )
 
 
@@ -281,8 +291,8 @@ def late(
 ) -> str:
     """The rank for which the others wait most, as a sentence; where it computes too long, with how
     to ``cut`` the work. Its own times are compared with the mean of the other ranks; others than
-    that of programs count as far as the step is longer than ``simulated``. Of ranks in turn only
-    the times count that they are ``busy`` in the simulation.
+    that of programs count as far as the step is longer than ``simulated``. Where ``busy`` is given,
+    the times of ranks in the simulation, only these count.
     """
     excess = defaultdict[tuple[int, str], list[float]](list)
     for runs in steps:
@@ -293,6 +303,7 @@ def late(
             times = [one[kind] for one in spent]
             for rank, time in enumerate(times):
                 excess[rank, kind].append(time - fmean(times[:rank] + times[rank + 1 :]))
+    step = "simulated step" if busy else "step"
     whole = simulated if busy else median_low(map(length, steps))
 
     def share(which: tuple[int, str]) -> float:
@@ -303,14 +314,12 @@ def late(
     rank, kind = which = max(excess, key=share)
     if share(which) < _LEAST:
         return (
-            f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a step. Idle "
-            "time is that of the schedule and its messages."
+            f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a {step}."
+            + " Idle time is that of the schedule and its messages." * (not busy)
         )
-    late_by = in_ms(median(excess[which]))
-    often = "every step" if min(excess[which]) > median(excess[which]) / 2 else "most steps"
     text = (
-        f"{_OWN[kind].format(rank, late_by)} than the mean of the other ranks in {often}, "
-        f"{share(which):.0%} of a step of {in_ms(whole)}. They wait for it."
+        f"{_OWN[kind].format(rank, shown(median(excess[which])))} than the mean of the other "
+        f"ranks, {share(which):.0%} of a {step} of {shown(whole)}. They wait for it."
     )
     if kind != "programs":
         return text

@@ -41,11 +41,11 @@ from .costing import (
     MEANINGS,
     costs,
     cutting,
-    in_ms,
     late,
     length,
     shares,
-    table_in_ms,
+    shown,
+    table,
     timeline,
 )
 from .recording import Run, gathered, recording
@@ -62,7 +62,6 @@ class Profile:
     def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
         self.step = step
         self.name = name
-        self.note = ""  # what to say in place of which rank the others wait for
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self.in_turn = False  # whether one process ran the ranks of the last step after each other
@@ -97,6 +96,7 @@ class Profile:
         for log in logs:
             runs[log.bound.plan.rank].append(log.run())
         group = logs[0].bound.group
+        self.name = self.name or logs[0].bound.name
         self.runs += gathered(group, dict(runs))
         self.in_turn = len(group.here) == group.size > 1
         self.__dict__.pop("costs", None)
@@ -107,8 +107,9 @@ class Profile:
         pictures = load_product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
-        about = *self._verdict, self._headline, ABOUT[self.in_turn]
-        body = [*(f"<p>{line}</p>" for line in about), pictures.figure(self._drawn)]
+        about = self._headline, *map(pictures.with_code, self._verdict), ABOUT[self.in_turn]
+        body = [f"<h3>{escape(self._called('profiled'))}</h3>", *(f"<p>{p}</p>" for p in about)]
+        body.append(pictures.figure(self._drawn))
         for title, rows in self._tables.items():
             table = pictures.table(rows[0], rows[1:])
             body.append(f"<p>{title}</p>{table}<p>{'<br/>'.join(_meanings(rows))}</p>")
@@ -121,12 +122,12 @@ class Profile:
         real, would = self.timeline, self.simulated
         if self.in_turn:
             return (
-                f"{steps}: measured, ranks in turn: {in_ms(real.total)}; "
-                f"simulated, ranks at once: {in_ms(would.total)}, bubble {would.bubble:.1%}"
+                f"{steps}: measured, ranks in turn: {shown(real.total)}; "
+                f"simulated, ranks at once: {shown(would.total)}, bubble {would.bubble:.1%}"
             )
         return (
-            f"{steps}: measured: {in_ms(real.total)}, bubble {real.bubble:.1%}, whole step "
-            f"{in_ms(length(self._median))}; simulated: {in_ms(would.total)}, "
+            f"{steps}: measured: {shown(real.total)}, bubble {real.bubble:.1%}, whole step "
+            f"{shown(length(self._median))}; simulated: {shown(would.total)}, "
             f"{would.total / real.total:.1%} of the measured time"
         )
 
@@ -172,8 +173,7 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
-        name = "simulated" + ", ranks at once" * self.in_turn
-        return replace(self.simulate(self._price), name=self._called(name))
+        return self.simulate(self._price)
 
     @property
     def _price(self) -> Costs:
@@ -188,7 +188,8 @@ class Profile:
         """The same rows, simulated with other costs."""
         real = self.timeline
         rows = Rows(real.rows, real.placement, real.microbatches, real.slices)
-        return simulate_rows(inspect_rows(rows), price, self._called("simulated"))
+        name = "simulated" + ", ranks at once" * self.in_turn
+        return simulate_rows(inspect_rows(rows), price, self._called(name))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of the simulated step over the measured one, of ranks in turn of the
@@ -212,8 +213,8 @@ class Profile:
     def __str__(self) -> str:
         if not self.runs:
             return repr(self)
-        lines = [fill(sentence, 80) for sentence in self._verdict]
-        lines += ["", self._headline.replace("; ", "\n"), "", fill(ABOUT[self.in_turn], 80)]
+        lines = [self._headline.replace("; ", "\n"), ""]
+        lines += [fill(text, 80) for text in (*self._verdict, "", ABOUT[self.in_turn])]
         for title, rows in self._tables.items():
             lines += ["", title, *load_product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])
@@ -224,30 +225,29 @@ class Profile:
         ran = {one.op for row in self.timeline.rows for one in row if isinstance(one, Action)}
         price = self._price
         columns = {op: getattr(price, op) for op in OPS if op in ran}
-        tables = {"Median times of actions by stage, in ms": table_in_ms("stage", columns)}
-        if self.in_turn:
-            return tables
-        parts = [shares(run) for run in self._median]
-        times = {name: [part[name] for part in parts] for name in dict.fromkeys(chain(*parts))}
-        least = 5e-4 * sum(map(sum, times.values()))
-        seen = {name: of_ranks for name, of_ranks in times.items() if sum(of_ranks) >= least}
-        return tables | {"What each rank spends its time on, in ms": table_in_ms("rank", seen)}
+        tables = [table("Median times of actions by stage", "stage", columns)]
+        if not self.in_turn:
+            parts = [shares(run) for run in self._median]
+            times = {name: [part[name] for part in parts] for name in dict.fromkeys(chain(*parts))}
+            tables.append(table("What each rank spends its time on", "rank", times))
+        return dict(tables)
 
     @property
     def _verdict(self) -> Iterator[str]:
-        """What to mend, in sentences; the note in its place."""
-        if self.note:
-            yield self.note
-        elif len(self._median) > 1 and all(run.events for run in self._last):
+        """What to mend, in sentences. Waits for a core are not told from others: there too only
+        the times count that ranks are busy in the simulation.
+        """
+        if len(self._median) > 1 and all(run.events for run in self._last):
             would = self.simulated
             busy = would.busy if self.in_turn else ()
-            yield late(self._alike, would.total, busy, cutting(would, self._price))
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             if processes > cores():
+                busy = would.busy
                 yield (
                     f"{processes} processes share {counted(cores(), 'core')} of this machine: "
                     "times include waits for a core."
                 )
+            yield late(self._alike, would.total, busy, cutting(would, self._price))
 
     @property
     def _sentences(self) -> Iterator[str]:
@@ -274,7 +274,7 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
     Args:
         step: a function that calls a pipeline once, such as that of ``value_and_grad``; leave it
             out for ``with profile() as found:``.
-        name: of the step, in pictures.
+        name: of the step, in pictures; by default that of its schedule.
 
     Returns:
         A function with the arguments and the result of ``step``, or a context manager; every

@@ -26,11 +26,10 @@ from rich.progress import (
 from rich.text import Text
 
 from ... import launch, tree
-from ...actions import Timeline, counted
-from ...devices import cores
+from ...actions import Timeline
 from ..pictures import strip
 from .gpt import Params, cross_entropy
-from .rank import LastStep, Settings, Step, work
+from .rank import LastStep, Settings, Step, sharing, work
 from .single import one_process
 
 
@@ -46,8 +45,8 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    shared = f", as {s.ranks} ranks share {counted(cores(), 'core')}" * (cores() < s.ranks)
-    bubble = f"bubble {planned.bubble:.0%} with a core for each rank; {{:.0%}} measured{shared}"
+    ideal = f"bubble {planned.bubble:.0%} with a core for each rank"
+    bubble = f"{ideal}; {{:.0%}} measured{sharing(s.ranks)}"
     with screen(console, title, settings.steps, bubble, planned) as show:
         largest = largest_difference(settings, conduct(settings, show))
         differ = f"[bold red]differ by at most {largest:g}[/]"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import init, pipeline, profile, value_and_grad
+from ... import Costs, init, pipeline, profile, value_and_grad
 from ...actions import Timeline, counted
 from ...devices import cores, pick
 from ...schedule import Schedule
 from ...transforms import adamw, apply_updates, chain, clip_by_global_norm
+from ..pictures import save
 from .gpt import Params, Sizes, StageFunction, cross_entropy, gpt
 from .text import Text, sonnets
 
@@ -95,13 +96,7 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
     params = pipe.place(params)
     step = value_and_grad(pipe)
-    profiled = profile(step, name=settings.schedule.name)
-    if cores() < group.size:
-        profiled.note = (
-            f"{group.size} ranks share {counted(cores(), 'core')}: most waits below are for a "
-            "core. A measured action that waits for one counts as work, a simulated one takes "
-            "the median time: so the simulated bubble can exceed the measured one."
-        )
+    profiled = profile(step)
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)
     last = LastStep(0.0, params, params)
@@ -119,5 +114,23 @@ def work(settings: Settings, wire: Connection) -> LastStep:
             speed = x.numel() / (time.perf_counter() - start)
             wire.send(Step(number, last.loss, speed, profiled.timeline if measured else None))
     if reports:
-        profiled.save(settings.page)
+        busy = sum(profiled.simulated.busy)
+        save([planned(settings.schedule, busy), profiled.timeline], settings.page)
     return last
+
+
+def planned(schedule: Schedule, busy: float) -> Timeline:
+    """The schedule with a core for each rank, where the work of all ranks, ``busy`` seconds, is
+    spread evenly.
+    """
+    unit = busy / sum(schedule.simulate(per="rank").busy)
+    return replace(
+        schedule.simulate(Costs(F=unit, I=unit, W=unit, unit="s"), per="rank"),
+        name=f"{schedule.name}, a core for each rank",
+        note=f"The work of the step below, which takes longer{sharing(schedule.ranks)}.",
+    )
+
+
+def sharing(ranks: int) -> str:
+    """That ranks share cores, if they do."""
+    return f", as {ranks} ranks share {counted(cores(), 'core')}" * (cores() < ranks)

@@ -5,7 +5,6 @@ and the page of it, as text and as HTML.
 
 from __future__ import annotations
 
-import re
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +18,14 @@ from textwrap import fill
 from typing import Any, NamedTuple, TypeAlias
 
 from ... import Costs, Pipeline, Schedule, Stage, Timeline
-from ...actions import counted, number, unfused
+from ...actions import counted, number, readable, unfused
 from ...errors import FpipeError
 from ...tree import Tree, is_tensor, leaves
 from .. import pictures
 from ..pictures.html import page
 from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
-from ..pictures.scene import Points, readable
+from ..pictures.scene import Points
 from ..search.auto import costs_of
 from .reasons import advice, idle_of
 
@@ -237,7 +236,7 @@ class Explanation:
             [
                 f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
                 "<h3>What to change first</h3>",
-                *(f"<p>{_with_code(line)}</p>" for line in self._advice),
+                *(f"<p>{pictures.with_code(line)}</p>" for line in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(
                     f"<h3>{t}</h3><p>{'<br>'.join(MEANINGS[t])}</p>{pictures.table(*rows)}"
@@ -286,11 +285,10 @@ class Explanation:
         facts = self.facts
         costs = facts.costs.times(facts.schedule.stages)
         unit, scale = readable(max(max(costs[op]) for op in "FIW"), facts.costs.unit)
-        shown = "{:.3f}".format if unit else number
         rows = []
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
-                took = [shown(scale * costs[op][one.stage]) for op in "FIW"]
+                took = [number(scale * costs[op][one.stage], 3) for op in "FIW"]
                 named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
                 rows.append((rank, *named, *took, facts.devices[rank], one.engine))
         heads = [f"{op} {unit}".rstrip() for op in "FIW"]
@@ -312,15 +310,6 @@ class Explanation:
             causes = [(f"{share:.1%}", *why) for share, *why in idle_of(self.timeline, rank)]
             for place, cause in enumerate(causes or [("-", "", "-")]):
                 yield "" if place else rank, *cause
-
-
-def _with_code(line: str) -> str:
-    """The HTML of a line."""
-    return re.sub(
-        r"fpipe\..*?\)\.\w+|schedule=(?:\".*?\"|fpipe\..*?\))",
-        r"<code>\g<0></code>",
-        escape(line, False),
-    )
 
 
 def _line(curve: Points, t: Timeline, most: float) -> str:

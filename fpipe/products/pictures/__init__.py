@@ -5,7 +5,7 @@ matplotlib.
 ``scene`` has what each format draws.
 """
 
-from .labels import aligned, size_text
+from .labels import aligned, size_text, with_code
 from .output import (
     FORMATS,
     draw,
@@ -35,5 +35,6 @@ __all__ = [
     "strip",
     "table",
     "width_with_numbers",
+    "with_code",
     "write",
 ]

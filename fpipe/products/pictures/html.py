@@ -119,7 +119,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "label": label,
         "title": label + labels.title(scene).removeprefix(scene.name),
         "figures": labels.facts(scene),
-        "notes": labels.notes(scene),
+        "notes": list(map(labels.with_code, labels.notes(scene))),
         "total": scene.total,
         "unit": scene.timeline.unit,
         "memoryUnit": scene.unit,

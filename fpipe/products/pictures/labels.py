@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from html import escape
 from itertools import compress
 from math import floor, log10
 from statistics import fmean
@@ -202,6 +203,19 @@ def step_of(least: float) -> float:
     """
     power = 10.0 ** floor(log10(least))
     return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
+
+
+def with_code(line: str) -> str:
+    """The HTML of a line.
+
+    >>> with_code("fpipe.balance([3, 4], 2).cuts proposes <cuts>.")
+    '<code>fpipe.balance([3, 4], 2).cuts</code> proposes &lt;cuts&gt;.'
+    """
+    return re.sub(
+        r"fpipe\..*?\)\.\w+|schedule=(?:\".*?\"|fpipe\..*?\))",
+        r"<code>\g<0></code>",
+        escape(line, False),
+    )
 
 
 # ---- legends ----

@@ -5,7 +5,7 @@ A rank warms up until its first backward begins, and is in its tail after its la
 time before the first backward is the warm-up, one after the last forward the tail. Between them, it
 is the time in which a message was on the way, after the action that sent it had ended, or
 imbalance, while another rank was still computing that action. A time on the way counts as a message
-in every phase, once the rank has begun.
+in every phase.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from ...actions import KINDS, AnyAction, Placement, Timeline, Wait
+from ...actions import KINDS, AnyAction, Placement, Timeline, Wait, readable
 from ...errors import FpipeError
 
 #: cause of idle time -> its name in the legend
@@ -30,8 +29,6 @@ CAUSES = {
     "tail": "tail",
     "other": "between actions",
 }
-#: unit, how many of it are a second, and the least total in seconds that is shown in it
-SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-4), ("us", 1e6, 0.0))
 #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
 SAME = 4
 ABSENT = 9
@@ -238,18 +235,6 @@ def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
     return first, *rest
 
 
-def readable(longest: float, unit: str) -> tuple[str, float]:
-    """The unit in which times are shown, and how many of it are one of theirs.
-
-    >>> readable(7666, "us"), readable(3, "")
-    (('ms', 0.001), ('', 1.0))
-    """
-    for theirs, count, _ in SECONDS:
-        if theirs == unit:
-            return next((u, n / count) for u, n, least in SECONDS if longest >= least * count)
-    return unit, 1.0
-
-
 def _from_zero(timeline: Timeline, unit: str, scale: float) -> Timeline:
     """A timeline that starts at 0, in another unit."""
 
@@ -264,6 +249,7 @@ def _scene(timeline: Timeline) -> Scene:
     shades = _shades(timeline.placement)
     unit, amount = _unit(timeline)
     lanes: list[Lane] = []
+    brief = sum(timeline.busy) / (len(timeline) or 1) / 2
     for rank in range(timeline.ranks):
         bars: list[Bar] = []
         for _, position, action, start, end in timeline.of_rank(rank):
@@ -271,7 +257,7 @@ def _scene(timeline: Timeline) -> Scene:
             wait = timeline.waited_for(rank, position)
             bars.append(Bar(action, start, end, kinds, wait, colours=kinds))
         busy = timeline.busy[rank] / timeline.span if timeline.span else 1.0
-        curve = without_dips([(time, held / amount) for time, held in timeline.curve(rank)])
+        curve = without_dips([(time, held / amount) for time, held in timeline.curve(rank)], brief)
         peak = max((held for _, held in curve), default=0.0)
         short = 1e-9 * timeline.total
         gaps = tuple(gap for gap in _gaps(timeline, bars) if gap.end - gap.start > short)
@@ -303,16 +289,19 @@ def _shades(placement: Placement) -> Mapping[int, dict[int, int]]:
     return shades
 
 
-def without_dips(curve: Points) -> Points:
-    """A curve without dips of no length, where one action frees memory at the moment at which the
-    next one takes it.
+def without_dips(curve: Points, brief: float) -> Points:
+    """A curve without dips that are not longer than ``brief``, where one action frees memory
+    shortly before the next one takes it.
+
+    >>> without_dips([(0, 1), (4, 0), (4.1, 1), (7, 0)], 0.5)
+    [(0, 1), (4.1, 1), (7, 0)]
     """
-    points = [
-        (time, held)
-        for (time, held), (next_time, next_held) in pairwise(curve)
-        if time < next_time or held > next_held
+    inner = [
+        point
+        for before, point, after in zip(curve, curve[1:], curve[2:], strict=False)
+        if after[0] - point[0] > brief or point[1] >= min(before[1], after[1])
     ]
-    return [*points, *curve[-1:]]
+    return [*curve[:1], *inner, *curve[1:][-1:]]
 
 
 # ---- idle times ----
@@ -329,7 +318,7 @@ def _gaps(timeline: Timeline, bars: Sequence[Bar]) -> Iterator[Gap]:
         else:
             cause = "imbalance" if bar.wait else "other"
         sent = bar.start
-        if free and bar.wait:
+        if bar.wait:
             sent = min(max(timeline.ends[bar.wait.rank][bar.wait.position], free), bar.start)
         yield Gap(free, sent, cause)
         yield Gap(sent, bar.start, "message")

@@ -42,6 +42,11 @@ _KILLED = 10.0
 #: Seconds between two looks: of a process at its launcher, whose end it learns at once otherwise,
 #: and of the launcher at its clock.
 _LOOK = 60.0
+_UNGUARDED = 97  #: how a new process ends whose import of the script calls ``launch``
+_GUARD = (
+    "each new process imports the script, and that calls launch again; put the call of launch "
+    'under if __name__ == "__main__":'
+)
 T = TypeVar("T")
 
 
@@ -112,7 +117,7 @@ class _Child(NamedTuple):
             code = self.process.exitcode or 0
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             what = f"rank {rank} ended by {how} before it finished; see its output"
-            return Report(failure=what, ended=True)
+            return Report(failure=_GUARD if code == _UNGUARDED else what, ended=True)
         except Exception as error:  # its result or exception cannot be unpickled in this process
             return Report(failure=f"the result of rank {rank} cannot be read here: {error!r}")
 
@@ -166,6 +171,10 @@ def _start(context: Any, fn: partial[T], env: dict[str, str]) -> _Child:
         remedy = "define the function at the top of a module, or pass start='fork'"
         what = f"{fn.func!r} or its arguments cannot be sent to another process ({error})"
         raise LaunchError(f"{what}; {remedy}") from error
+    except RuntimeError as error:
+        if "bootstrapping" in str(error):  # this is a new process, which imports the script
+            os._exit(_UNGUARDED)
+        raise
     finally:
         theirs.close()
     return _Child(process, ours)

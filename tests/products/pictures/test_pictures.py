@@ -601,10 +601,11 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
         (7, 7.5, "tail"),
         (7.5, 8, "message"),
     ]
-    assert found[1] == [(0, 1.5, "warmup"), (7.5, 10, "tail")]
+    # rank 1: 0F0 is on the way until 1.5
+    assert found[1] == [(0, 1, "warmup"), (1, 1.5, "message"), (7.5, 10, "tail")]
     # the span is that of rank 0; rank 1 starts 1.5 later and ends 2.5 earlier
-    assert one.idle == pytest.approx({"warmup": 4 / 20, "message": 1 / 20, "tail": 3 / 20})
-    causes = "Bubble by cause: warm-up 20%, message on the way 5%, tail 15%."
+    assert one.idle == pytest.approx({"warmup": 3.5 / 20, "message": 1.5 / 20, "tail": 3 / 20})
+    causes = "Bubble by cause: warm-up 17.5%, message on the way 7.5%, tail 15%."
     assert labels.notes(one)[0] == causes
 
 
@@ -1373,13 +1374,16 @@ def test_the_ending_says_what_is_written(tmp_path: Path):
         pictures.save([], tmp_path / "a.svg")
 
 
-def test_steps_keeps_peaks_and_drops_dips_without_length():
-    assert without_dips([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)]) == [
+def test_curves_keep_peaks_and_drop_short_dips():
+    """A measured curve had a notch wherever one action ended and the next one began."""
+    assert without_dips([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)], 0) == [
         (0, 1),
         (1, 1),
         (2, 3),
         (2, 1),
     ]
+    steps = [(0, 1), (0.1, 2), (0.2, 3), (2, 2), (2.4, 3), (4, 2), (5, 3), (6, 4), (6.1, 0)]
+    assert without_dips(steps, 0.5) == [*steps[:3], *steps[4:]]
 
 
 def test_a_bar_cut_by_the_edge_of_a_panel_has_its_name_in_the_larger_piece():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +61,14 @@ def test_a_process_looks_at_its_launcher_again_and_again(monkeypatch: pytest.Mon
 def test_what_is_no_function_is_refused():
     with pytest.raises(LaunchError, match="a function that runs on each rank, not 3"):
         launch.launch(3, ranks=2)  # type: ignore[arg-type]
+
+
+def test_a_script_without_a_guard_is_told_to_have_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Each rank printed the traceback of multiprocessing, and "rank 0 ended by exit code 1"."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, fpipe\nfpipe.launch(os.getpid, ranks=2)\n")
+    with pytest.raises(LaunchError, match='put the call of launch under if __name__ == "__main__"'):
+        runpy.run_path(str(script), run_name="__main__")
+    assert capfd.readouterr().err == ""

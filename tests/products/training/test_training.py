@@ -47,8 +47,12 @@ def test_gradients_are_those_of_one_process(
     last_step.grads[0]["embed"]["token"][0, 0] += 1
     assert largest_difference(small, [last_step]) == 1
     assert [report.number for report in wire.sent] == [0, 1, 2]
-    assert f"{small.schedule.name}, simulated, ranks at once" in page.read_text()
-    assert "2 ranks share 1 core: most waits below are for a core. " in page.read_text()
+    text = page.read_text(encoding="utf-8")
+    assert f'"{small.schedule.name}, a core for each rank: 2 ranks' in text
+    assert "The work of the step below, which takes longer, as 2 ranks share 1 core." in text
+    even, measured = re.findall(r'"bubble","([\d.]+)%"', text)
+    assert float(even) == round(100 * small.schedule.simulate(per="rank").bubble, 1)
+    assert f'"{small.schedule.name}, measured: 2 ranks' in text and float(measured) > 0
 
 
 def test_the_model_is_the_same_however_it_is_cut():
@@ -126,7 +130,7 @@ def test_a_mistake_gets_help(
 def test_on_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("fpipe.products.demo.conduct.cores", lambda: 1)
+    monkeypatch.setattr("fpipe.products.demo.rank.cores", lambda: 1)
     plan = tmp_path / "plan.csv"
     fpipe.make_schedule("ZBV", 2, 4).to_csv(plan)
     out = tmp_path / "run"

@@ -335,7 +335,7 @@ function head() {
       span.append(element("b", value));
       line.append(span, " ");
     }
-    line.append(...scene.notes.filter(Boolean).map((note) => element("p", note)));
+    for (const note of scene.notes) line.insertAdjacentHTML("beforeend", `<p>${note}</p>`);
     return line;
   }));
   $("group").hidden = state.scenes.length < 2;
