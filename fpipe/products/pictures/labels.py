@@ -139,7 +139,7 @@ def notes(scene: Scene) -> list[str]:
     return lines
 
 
-def summary(scene: Scene, mark: str = "band", most: int = 0) -> Iterator[str]:
+def summary(scene: Scene, mark: str = "gap", most: int = 0) -> Iterator[str]:
     """The lines above a picture: its figures, such as ``total 25.5, bubble 0%, peak 4
     microbatches``, and what is not drawn, at ``mark``. The peaks of up to ``most`` ranks are
     listed, for pictures that have none beside the lanes.

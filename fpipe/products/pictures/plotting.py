@@ -202,7 +202,7 @@ def _ticks(axes: Axes, scene: Scene, hidden: int, step: float) -> None:
     times = [k * step for k in range(int(scene.total / step + 1e-9) + 1)]
     times = [time for time in times if not scene.is_hidden(time)]
     axes.set_xticks(list(map(scene.place, times)), list(map(labels.number, times)))
-    axes.set_xlabel(f"{axes.get_xlabel()} (band: {hidden} microbatches not drawn)")
+    axes.set_xlabel(f"{axes.get_xlabel()} (gap: {hidden} microbatches not drawn)")
 
 
 def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, str]) -> None:

@@ -174,7 +174,7 @@ def shapes(scene: Scene, f: Frame) -> Iterator[Shape]:
             ]
             yield Path([(tops[0][0], foot), *tops, (lane.bars[-1].end, foot)], "curve")
         if fold := scene.fold:  # over all else
-            yield Rect(fold.start, fold.end, y, f.pitch, "faint")
+            yield Rect(fold.start, fold.end, y, f.pitch, "paper")
 
 
 def envelope(curve: Points, length: float) -> Points:

@@ -947,7 +947,7 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
     assert [scene.fold for scene in shortened([whole], Look(width=150))] == [None]
     t.save(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    assert f"Not drawn (band): {left_out} microbatches of the steady state" in text
+    assert f"Not drawn (gap): {left_out} microbatches of the steady state" in text
     assert "--full, or full=True, draws all." in text
     t.save(tmp_path / "whole.svg", full=True)
     assert "Not drawn" not in (tmp_path / "whole.svg").read_text()
@@ -960,19 +960,19 @@ def test_a_long_steady_state_is_left_out_where_it_repeats(name: str, left_out: i
 
 
 def test_what_is_left_out_is_over_the_memory():
-    """The strip of memory shone through the band."""
+    """The strip of memory shone through the gap."""
     t = timeline("ZBV", 16, 64)
     (short,) = drawn = shortened(scenes(t), Look())
     frame = shapes.frame(drawn, Look(), 900, 14)
     kinds = [shape.colour for shape in shapes.shapes(short, frame)]
-    assert kinds.index("curve") < kinds.index("faint")
+    assert kinds.index("curve") < kinds.index("paper")
     axes = plotting.plot(drawn, Look(), plotting.new_axes(Figure(), drawn, Look()))
     (bars,) = (one for one in axes.collections if type(one) is PolyCollection)
     assert all(line.get_zorder() <= bars.get_zorder() for line in axes.lines)
 
 
 def test_the_times_of_a_narrow_paper_are_not_few():
-    """Beside what is left out they were 0, 50 and 200. The band was named by dots in it that were
+    """Beside what is left out they were 0, 50 and 200. The gap was named by dots in it that were
     less than a pixel.
     """
     look = Look(paper=True, width=3.4 * 96)
@@ -980,7 +980,7 @@ def test_the_times_of_a_narrow_paper_are_not_few():
     axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
     times = [label.get_text() for label in axes.get_xticklabels()]
     assert times == ["0", "20", "40", "200", "220"]
-    assert axes.get_xlabel() == "time (band: 44 microbatches not drawn)"
+    assert axes.get_xlabel() == "time (gap: 44 microbatches not drawn)"
     assert not any(isinstance(one, PathCollection) for one in axes.collections)
 
 
