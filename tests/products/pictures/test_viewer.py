@@ -366,6 +366,28 @@ def test_the_legend_says_what_the_height_means_where_shares_are_drawn(view: Open
     assert "height" not in legend()
 
 
+#: the left ends of what is painted in the lanes: of bars they are times, of shares whole pixels
+LEFT_ENDS = """(() => {
+    const pen = CanvasRenderingContext2D.prototype, fill = pen.fillRect, ends = [];
+    pen.fillRect = function (x) {
+        if (this.canvas.id === "lanes") ends.push(x);
+    };
+    fpipe.paint();
+    pen.fillRect = fill;
+    return ends;
+})()"""
+
+
+def test_all_lanes_of_a_page_are_bars_or_shares(view: Open):
+    """On a phone those of the shorter timeline alone were shares of the time."""
+    schedule = make_schedule("ZBV", 4, 8)
+    page = view(schedule.simulate(), schedule.simulate(Costs(F=5, I=5, W=5)))
+    assert any(x % 1 for x in page.evaluate(LEFT_ENDS))
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert not any(x % 1 for x in page.evaluate(LEFT_ENDS))
+    assert "height: share of the time" in page.inner_text("#legend")
+
+
 def test_short_actions_leave_the_others_drawn_one_by_one(view: Open):
     """Measured steps were bands, because some actions took less than two pixels."""
     spans = [

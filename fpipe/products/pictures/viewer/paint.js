@@ -75,6 +75,7 @@ function paintLanes(canvas, state) {
   const view = {left: GUTTER, width: Math.max(width - GUTTER - 12, 10), top: AXIS, ratio};
   view.scale = view.width / (state.to - state.from);
   view.x = (time) => view.left + (time - state.from) * view.scale;
+  view.dense = state.scenes.some((scene) => scene.mean * view.scale < 2);  // all lanes alike
   view.step = stepOf(90 / view.scale);
   view.ticks = [];
   for (let k = Math.ceil(state.from / view.step); k * view.step <= state.to; k++) view.ticks.push(k * view.step);
@@ -152,8 +153,7 @@ function paintRow(pen, row, y, view, state) {
   for (const tick of view.ticks) pen.fillRect(Math.round(view.x(tick)), y - 4, 1, row.height + 8);
   const first = firstAfter(lane, state.from);
   const last = Math.min(firstAfter(lane, state.to), lane.end.length - 1);
-  row.dense = scene.mean * view.scale < 2;
-  if (row.dense) paintShares(pen, lane, scene, first, last, y, row, view, state);
+  if (view.dense) paintShares(pen, lane, scene, first, last, y, row, view, state);
   else {
     paintIdle(pen, lane, y, row, view, state);
     paintBars(pen, lane, scene, first, last, y, row, view, state);

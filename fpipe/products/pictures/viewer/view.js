@@ -44,8 +44,7 @@ function paintNow() {
   state.scroll = clamp(state.scroll, 0, Math.max(0, placed.height - (lanes.clientHeight - AXIS)));
   mapView = paintMap(map, state);
   view = paintLanes(lanes, state);
-  const dense = state.rows.some((row) => row.dense);
-  const shown = `${dense} ${state.form}`;  // what the legend explains
+  const {dense} = view, shown = `${dense} ${state.form}`;  // what the legend explains
   if (shown !== state.shown) {
     Object.assign(state, {dense, shown});
     legend();
