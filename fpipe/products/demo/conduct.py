@@ -54,7 +54,7 @@ def run(settings: Settings, source: str) -> int:
             "Last step compared with one process: loss and gradients "
             f"{differ if largest else 'are [bold green]identical[/]'}"
         )
-        show(f"Simulated and measured timeline: [bold]{settings.page}[/bold]")
+        show(f"Timeline, simulated and measured: [bold]{settings.page}[/bold]")
     return 1 if largest else 0
 
 

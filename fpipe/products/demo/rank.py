@@ -126,7 +126,7 @@ def planned(schedule: Schedule, busy: float) -> Timeline:
     unit = busy / sum(schedule.simulate(per="rank").busy)
     return replace(
         schedule.simulate(Costs(F=unit, I=unit, W=unit, unit="s"), per="rank"),
-        name=f"{schedule.name}, a core for each rank",
+        name=f"{schedule.name}, simulated, a core for each rank",
         note=f"The work of the step below, which takes longer{sharing(schedule.ranks)}.",
     )
 

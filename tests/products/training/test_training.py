@@ -48,7 +48,7 @@ def test_gradients_are_those_of_one_process(
     assert largest_difference(small, [last_step]) == 1
     assert [report.number for report in wire.sent] == [0, 1, 2]
     text = page.read_text(encoding="utf-8")
-    assert f'"{small.schedule.name}, a core for each rank: 2 ranks' in text
+    assert f'"{small.schedule.name}, simulated, a core for each rank: 2 ranks' in text
     assert "The work of the step below, which takes longer, as 2 ranks share 1 core." in text
     even, measured = re.findall(r'"bubble","([\d.]+)%"', text)
     assert float(even) == round(100 * small.schedule.simulate(per="rank").bubble, 1)
