@@ -256,6 +256,30 @@ def test_the_drawer_of_a_phone_says_where_all_sections_are(site: Path, browser: 
     assert said == '"All sections"'
 
 
+def test_search_follows_text_that_is_pasted(site: Path, browser: Any):
+    """No key is released then."""
+    page = browser.new_page()
+    page.goto((site / "index.html").as_uri())
+    page.click("[data-md-component=search-query]")
+    page.wait_for_timeout(1000)  # the index loads
+    page.evaluate("document.execCommand('insertText', false, 'deadlock')")
+    page.locator(".md-search-result__item").first.wait_for(timeout=10_000)
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["reference/ranks.html", "howto/choose.html"])
+def test_no_icon_lies_over_code_on_a_phone(site: Path, browser: Any, name: str):
+    page = browser.new_page(viewport={"width": 1200, "height": 844})
+    page.goto((site / name).as_uri())
+    page.wait_for_selector(".md-code__button")
+    page.set_viewport_size({"width": 390, "height": 844})
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.md-code__button')].map(e => e.offsetWidth)"
+    )
+    page.close()
+    assert set(widths) == {0}
+
+
 def test_errors_that_a_page_shows_fit_a_phone(site: Path, browser: Any):
     script = (
         "[...document.querySelectorAll('.prose code')].map(e => [e.scrollWidth, e.clientWidth])"
