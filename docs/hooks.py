@@ -356,7 +356,7 @@ ABOUT = {
 SECTIONS = {
     "Pipelines and their gradients": (
         "pipelines",
-        "pipeline Pipeline value_and_grad grad vjp weighted copies auto",
+        "pipeline value_and_grad grad vjp Pipeline weighted copies auto",
     ),
     "Other derivatives": ("pipelines", "per_example"),
     "Stages": ("stages", "Stage block chunked_cross_entropy remat"),

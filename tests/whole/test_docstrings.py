@@ -201,7 +201,7 @@ def test_examples_of_the_reference_import_what_they_use():
 
 def test_names_in_texts_of_the_reference_are_links():
     page = hooks.reference()["reference/pipelines.md"]
-    text = page[page.index("{#fpipe.pipeline}") : page.index("{#fpipe.Pipeline}")]
+    text = page[page.index("{#fpipe.pipeline}") : page.index("{#fpipe.value_and_grad}")]
     for link in (
         "[`fpipe.Stage`](stages.md#fpipe.Stage)",
         "[`fpipe.weighted(fn)`](pipelines.md#fpipe.weighted)",
