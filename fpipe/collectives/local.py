@@ -55,7 +55,8 @@ def local(
     >>> group.size, group.here
     (4, (0, 1, 2, 3))
     >>> _ = group.send((torch.ones(2),), src=0, dst=1)
-    >>> group.recv((Spec((2,), (1,), torch.float32),), src=0, dst=1).wait()
+    >>> spec = Spec((2,), (1,), torch.float32)
+    >>> group.recv((spec,), src=0, dst=1).wait()
     (tensor([1., 1.]),)
     """
     if devices is None:

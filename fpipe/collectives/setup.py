@@ -86,7 +86,8 @@ def init(
         GroupError: if ``pp * dp * tp`` is not the number of processes, the processes cannot
         connect, or a launcher started several and some of its variables are missing.
 
-    >>> init().size, init(pp=4).size  # without a launcher: all ranks are in this process
+    >>> # without a launcher, all ranks are in this process
+    >>> init().size, init(pp=4).size
     (1, 4)
     """
     seconds = _seconds(TIMEOUT if timeout is None else timeout)

@@ -119,8 +119,12 @@ def value_and_grad(
             a call of the pipeline.
 
     >>> from fpipe import local, pipeline
-    >>> pipe = pipeline([torch.mul] * 2, loss=torch.sum, microbatches=2, group=local(2))
-    >>> params, x = [torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0)
+    >>> pipe = pipeline(
+    ...     [torch.mul] * 2,
+    ...     loss=torch.sum, microbatches=2, group=local(2)
+    ... )
+    >>> params = [torch.tensor(2.0), torch.tensor(3.0)]
+    >>> x = torch.arange(4.0)
     >>> value_and_grad(pipe, argnums=(0, 1))(params, x)
     (tensor(18.), ([tensor(9.), tensor(6.)], tensor([3., 3., 3., 3.])))
     >>> step = value_and_grad(pipe, each=lambda number, y,
@@ -184,8 +188,12 @@ def grad(
         StageError: as ``value_and_grad``.
 
     >>> from fpipe import local, pipeline
-    >>> pipe = pipeline([torch.mul] * 2, loss=torch.sum, microbatches=2, group=local(2))
-    >>> grad(pipe)([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0))
+    >>> pipe = pipeline(
+    ...     [torch.mul] * 2,
+    ...     loss=torch.sum, microbatches=2, group=local(2)
+    ... )
+    >>> params = [torch.tensor(2.0), torch.tensor(3.0)]
+    >>> grad(pipe)(params, torch.arange(4.0))
     [tensor(9.), tensor(6.)]
     """
     both = value_and_grad(pipe, argnums, has_aux=has_aux)
@@ -249,9 +257,12 @@ def vjp(
         BatchError: as a call of the pipeline.
 
     >>> from fpipe import local, pipeline
-    >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
-    >>> y, pullback = vjp(pipe, [torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0))
-    >>> dy = torch.softmax(y, 0)  # of log(sum(exp(y))) over the whole batch
+    >>> pipe = pipeline(
+    ...     [torch.mul] * 2, microbatches=2, group=local(2)
+    ... )
+    >>> params = [torch.tensor(2.0), torch.tensor(3.0)]
+    >>> y, pullback = vjp(pipe, params, torch.arange(4.0))
+    >>> dy = torch.softmax(y, 0)  # of log(sum(exp(y)))
     >>> pullback(dy)[0]
     [tensor(8.9925), tensor(5.9950)]
     """

@@ -267,10 +267,14 @@ def pipeline(
     >>> from fpipe import local, value_and_grad
     >>> def layer(p, x): return torch.tanh(x @ p)
     >>> def loss(y, t): return (y - t).square().mean()
-    >>> pipe = pipeline([layer, layer], "1F1B", loss=loss, microbatches=2, group=local(2))
-    >>> params, x, target = [torch.eye(3), torch.eye(3)], torch.ones(4, 3), torch.zeros(4, 3)
+    >>> pipe = pipeline(
+    ...     [layer, layer], "1F1B",
+    ...     loss=loss, microbatches=2, group=local(2)
+    ... )
+    >>> params = [torch.eye(3), torch.eye(3)]
+    >>> x, target = torch.ones(4, 3), torch.zeros(4, 3)
     >>> value, grads = value_and_grad(pipe)(params, x, target)
-    >>> round(value.item(), 4), [tuple(dp.shape) for dp in grads]
+    >>> round(value.item(), 4), [tuple(g.shape) for g in grads]
     (0.4122, [(3, 3), (3, 3)])
     """
     if not isinstance(stages, (list, tuple)) or not stages:

@@ -152,7 +152,8 @@ def adamw(
 
     >>> params = [{"w": torch.ones(2)}, None]
     >>> tx = adamw(0.1, weight_decay=0.0)
-    >>> updates, state = tx.update([{"w": torch.ones(2)}, None], tx.init(params), params)
+    >>> grads, state = params, tx.init(params)
+    >>> updates, state = tx.update(grads, state, params)
     >>> updates, state.step.item()
     ([{'w': tensor([-0.1000, -0.1000])}, None], 1)
     """
