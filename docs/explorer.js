@@ -90,7 +90,7 @@ function idleOf(lanes, rows, rank, total) {
   row.forEach((_, k) => {
     const start = lane.start[k], cause = lane.cause.get(k);
     if (start - free > least) {
-      const sent = k && cause ? Math.min(Math.max(lanes[cause.rank].end[cause.index], free), start) : start;
+      const sent = cause ? Math.min(Math.max(lanes[cause.rank].end[cause.index], free), start) : start;
       add(free, sent, k === 0 || start <= first ? "warmup" : start > last ? "tail" : cause ? "imbalance" : "other");
       add(sent, start, "message");
     }
