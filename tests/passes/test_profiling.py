@@ -225,7 +225,18 @@ def test_what_could_save_most_is_named(
     runs = tuple(ran(rank, *each) for rank, each in enumerate(times))
     assert said([runs] * 3, 0, free, *busy).startswith(words)
     usual = ran(0, 0, 4), ran(1, 0, 4)
-    assert said([runs, runs, usual], 0, free, *busy) == said([runs], 0, free, *busy)
+    assert said([*[runs] * 4, usual], 0, free, *busy) == said([runs], 0, free, *busy)
+
+
+def test_a_rank_that_is_late_in_some_steps_is_not_named():
+    late, even = (ran(0, 0, 4), ran(1, 2, 4)), (ran(0, 0, 4), ran(1, 0, 4))
+    assert said([late, late, late, even, even]).startswith(NONE)
+
+
+def test_what_a_rank_gathers_for_the_profile_is_no_delay():
+    """The rank that was last to leave the gathering of a step was to do less before the next one."""
+    runs = ran(0, 0, 4)._replace(free=-2), ran(1, 2, 4)._replace(free=0)
+    assert said([runs]).startswith(NONE)
 
 
 def test_times_that_vary_give_no_advice():
@@ -480,6 +491,7 @@ class Far:
 
     def __init__(self, theirs: list[Run]):
         self.theirs = theirs
+        self.met = 0  # how often they waited for each other
 
     def device(self, rank: int) -> torch.device:
         return torch.device("cpu")
@@ -492,7 +504,8 @@ class Far:
             (torch.tensor([time.perf_counter() + 5], dtype=torch.float64).view(torch.uint8),)
         )
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        self.met += 1
 
     def flush(self) -> None: ...
 
@@ -504,7 +517,9 @@ def test_clocks_of_other_machines_are_set_right():
     moved = tuple(
         each._replace(start=each.start + 5, end=each.end + 5) for each in BY_HAND[1].events
     )
-    ((mine, theirs),) = gathered(Far([Run(1, moved, ())]), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
+    far = Far([Run(1, moved, ())])
+    ((mine, theirs),) = gathered(far, {0: [BY_HAND[0]]})  # type: ignore[arg-type]
+    assert far.met == 2, "before and after: the next step begins at once on all ranks"
     assert mine == BY_HAND[0]
     assert [each.start for each in theirs.events] == pytest.approx(
         [each.start for each in BY_HAND[1].events], abs=0.01

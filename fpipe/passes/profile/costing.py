@@ -268,16 +268,19 @@ def length(runs: Sequence[Run]) -> float:
 
 
 def _delays(steps: Sequence[Sequence[Run]]) -> Iterator[tuple[float, str]]:
-    """By how much each rank is behind the mean of the other ranks, and what to do about it."""
+    """By how much a rank is behind the mean of the other ranks, if it is so in three of four
+    steps, and what to do about it.
+    """
     for kind, words in _OWN.items():
         excess = defaultdict[int, list[float]](list)
         for runs in steps:
-            times = [(shares(run) | {"start": run.events[0].start})[kind] for run in runs]
+            starts = [{"start": run.events[0].start - run.free} for run in runs]
+            times = [(shares(run) | start)[kind] for run, start in zip(runs, starts, strict=True)]
             for rank, time in enumerate(times):
                 excess[rank].append(time - fmean(times[:rank] + times[rank + 1 :]))
         for rank, found in excess.items():
             by = median(found)
-            if by > 0:
+            if sorted(found)[len(found) // 4] > 0:
                 yield by, f"{words.format(rank, shown(by))} than the mean of the other ranks. That"
 
 

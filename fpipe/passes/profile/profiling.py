@@ -9,6 +9,7 @@ simulated. Knows pipelines and recorded events; no backend.
 from __future__ import annotations
 
 import os
+import time
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -64,6 +65,7 @@ class Profile:
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self.in_turn = False  # whether one process ran the ranks of the last step after each other
+        self._free = 0.0  # when the last runs were gathered
         self._open: list[AbstractContextManager[None]] = []
 
     # ---- recording ----
@@ -93,10 +95,11 @@ class Profile:
             return
         runs = defaultdict[int, list[Run]](list)
         for log in logs:
-            runs[log.bound.plan.rank].append(log.run())
+            runs[log.bound.plan.rank].append(log.run()._replace(free=self._free))
         group = logs[0].bound.group
         self.name = self.name or logs[0].bound.name
         self.runs += gathered(group, dict(runs))
+        self._free = time.perf_counter()
         self.in_turn = len(group.here) == group.size > 1
         self.__dict__.pop("costs", None)
 
