@@ -234,7 +234,7 @@ def test_a_rank_that_is_late_in_some_steps_is_not_named():
 
 
 def test_what_a_rank_gathers_for_the_profile_is_no_delay():
-    """The rank that was last to leave the gathering of a step was to do less before the next one."""
+    """The rank that left the gathering of a step last was to do less before the next one."""
     runs = ran(0, 0, 4)._replace(free=-2), ran(1, 2, 4)._replace(free=0)
     assert said([runs]).startswith(NONE)
 
