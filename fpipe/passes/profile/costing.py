@@ -53,13 +53,13 @@ waiting: for messages that have not arrived
 the rest: other instructions, such as reductions over copies
 between: from an instruction to the next one, in the loop of fpipe"""
 
-#: How a rank spends its own time, for which others may wait, and what is said then.
+#: How a rank keeps the others waiting by what is not work, and what is said then.
 _OWN = {
     "start": "Shorten what rank {} does before a step: its first instruction is {} later",
-    "programs": "Move work from rank {} to other ranks: it computes {} longer",
-    "between": "Rank {} spends {} more between its instructions",
+    "between": "Shorten what rank {} does between its instructions: it takes {} longer",
 }
-_LEAST = 0.05  #: of a step, for a rank to be named
+_LEAST = 0.05  #: of a step, for a cause to be named
+_MOST = 2.0  #: times the fastest step, or the simulated one, for measured times to be trusted
 
 
 def shown(time: float) -> str:
@@ -267,63 +267,64 @@ def length(runs: Sequence[Run]) -> float:
     return max(run.events[-1].end for run in runs) - min(run.events[0].start for run in runs)
 
 
-def cutting(simulated: Timeline, price: Costs) -> str:
-    """How to cut the work of these stages differently, as a sentence.
-
-    >>> from fpipe import make_schedule
-    >>> price = Costs(F=(0.001, 0.004), B=(0.002, 0.0081), unit="s")
-    >>> print(cutting(make_schedule("1F1B", 2, 4).simulate(price), price).partition(" proposes")[0])
-    fpipe.balance([3, 12.1], 2, pipe.schedule(4)).cuts
+def _delays(steps: Sequence[Sequence[Run]]) -> Iterator[tuple[float, str]]:
+    """By how much a rank is behind the mean of the other ranks, if it is so in three of four
+    steps, and what to do about it.
     """
-    by_op = price.times(simulated.placement.stages)
-    times = list(map(add, by_op["F"], by_op["B"]))
-    unit, scale = readable(max(times))
-    listed = ", ".join(number(scale * time, 3) for time in times)
-    return (
-        f"fpipe.balance([{listed}], {simulated.ranks}, pipe.schedule("
-        f"{simulated.microbatches // simulated.slices})).cuts proposes cuts: replace each "
-        f"number, the F + B of a stage in {unit}, by the times of its layers or other parts."
-    )
-
-
-def late(
-    steps: Sequence[Sequence[Run]], simulated: float, busy: Sequence[float] = (), cut: str = ""
-) -> str:
-    """The rank for which the others wait most, as a sentence; where it computes too long, with how
-    to ``cut`` the work. Its own times are compared with the mean of the other ranks; others than
-    that of programs count as far as the step is longer than ``simulated``. Where ``busy`` is given,
-    the times of ranks in the simulation, only these count.
-    """
-    excess = defaultdict[tuple[int, str], list[float]](list)
-    for runs in steps:
-        spent = [shares(run) | {"start": run.events[0].start} for run in runs]
-        if busy:
-            spent = [dict.fromkeys(_OWN, time) for time in busy]
-        for kind in _OWN:
-            times = [one[kind] for one in spent]
+    for kind, words in _OWN.items():
+        excess = defaultdict[int, list[float]](list)
+        for runs in steps:
+            starts = [{"start": run.events[0].start - run.free} for run in runs]
+            times = [(shares(run) | start)[kind] for run, start in zip(runs, starts, strict=True)]
             for rank, time in enumerate(times):
-                excess[rank, kind].append(time - fmean(times[:rank] + times[rank + 1 :]))
-    step = "simulated step" if busy else "step"
-    whole = simulated if busy else median_low(map(length, steps))
+                excess[rank].append(time - fmean(times[:rank] + times[rank + 1 :]))
+        for rank, found in excess.items():
+            by = median(found)
+            if sorted(found)[len(found) // 4] > 0:
+                yield by, f"{words.format(rank, shown(by))} than the mean of the other ranks. That"
 
-    def share(which: tuple[int, str]) -> float:
-        """Of a step, in which the others wait."""
-        most = whole if which[1] == "programs" else whole - simulated
-        return min(median(excess[which]), most) / whole
 
-    rank, kind = which = max(excess, key=share)
-    if share(which) < _LEAST:
+def verdict(
+    steps: Sequence[Sequence[Run]], took: float, would: Timeline, free: float, message: float
+) -> str:
+    """What to mend, as sentences: the cause that costs most of a step, or that times vary.
+
+    ``took`` is the measured time of the step that ``would`` simulates, ``free`` the simulated one
+    without messages, ``message`` the time of one. Delays of ranks count as far as steps are longer
+    than ``would``. Without ``steps`` only the simulation counts.
+    """
+    lengths = sorted(map(length, steps)) or [would.total]
+    whole = median_low(lengths)
+    step = f"{'step' if steps else 'simulated step'} of {shown(whole)}"
+    causes = [(min(by, whole - would.total), words, "") for by, words in _delays(steps)]
+    delay = max((by for by, *_ in causes), default=0.0)
+    if steps and max(whole / lengths[0], (took - delay) / would.total) > _MOST:
+        times = " to ".join(dict.fromkeys(map(shown, (lengths[0], lengths[-1]))))
         return (
-            f"The ranks are even: none keeps the others waiting for {_LEAST:.0%} of a {step}."
-            + " Idle time is that of the schedule and its messages." * (not busy)
+            f"A step took {times}, in the simulation {shown(would.total)}: times vary, as with "
+            "other programs or too few cores. Measure again."
         )
-    text = (
-        f"{_OWN[kind].format(rank, shown(median(excess[which])))} than the mean of the other "
-        f"ranks, {share(which):.0%} of a {step} of {shown(whole)}. They wait for it."
+    most, mean = max(would.busy), fmean(would.busy)
+    rank = would.busy.index(most)
+    longest = max(would.of_rank(rank), key=lambda span: span.end - span.start).action.parts[0]
+    work = (
+        f"Move work from rank {rank} to other ranks: by median times it computes {shown(most)}, "
+        f"longest in stage {longest.stage}, and a rank on average {shown(mean)}. An even split"
     )
-    if kind != "programs":
-        return text
-    times = defaultdict[int, float](float)
-    for action, (start, end) in _times(steps[-1][rank]).items():
-        times[action.stage] += end - start
-    return f"{text} Its longest stage is {max(times, key=times.__getitem__)}. {cut}"
+    cut = (
+        f" fpipe.balance(times, {would.ranks}, pipe.schedule("
+        f"{would.microbatches // would.slices})).cuts proposes cuts; times is a list of those of "
+        "layers or other parts of the stages, in order."
+    )
+    action = median(span.end - span.start for span in would)
+    sent = (
+        f"Messages take {shown(message)} each, actions {shown(action)}: use fewer, larger "
+        "microbatches or larger stages. That"
+    )
+    gain, words, more = max(*causes, (most - mean, work, cut), (would.total - free, sent, ""))
+    if gain < _LEAST * whole:
+        return (
+            f"No rank and no message keeps others waiting for {_LEAST:.0%} of a {step}: what idle "
+            "time there is depends on the schedule and the number of microbatches."
+        )
+    return f"{words} saves at most {gain / whole:.0%} of a {step}.{more}"

@@ -9,6 +9,7 @@ simulated. Knows pipelines and recorded events; no backend.
 from __future__ import annotations
 
 import os
+import time
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,13 +41,12 @@ from .costing import (
     ABOUT,
     MEANINGS,
     costs,
-    cutting,
-    late,
     length,
     shares,
     shown,
     table,
     timeline,
+    verdict,
 )
 from .recording import Run, gathered, recording
 
@@ -65,6 +65,7 @@ class Profile:
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self.in_turn = False  # whether one process ran the ranks of the last step after each other
+        self._free = 0.0  # when the last runs were gathered
         self._open: list[AbstractContextManager[None]] = []
 
     # ---- recording ----
@@ -94,10 +95,11 @@ class Profile:
             return
         runs = defaultdict[int, list[Run]](list)
         for log in logs:
-            runs[log.bound.plan.rank].append(log.run())
+            runs[log.bound.plan.rank].append(log.run()._replace(free=self._free))
         group = logs[0].bound.group
         self.name = self.name or logs[0].bound.name
         self.runs += gathered(group, dict(runs))
+        self._free = time.perf_counter()
         self.in_turn = len(group.here) == group.size > 1
         self.__dict__.pop("costs", None)
 
@@ -235,32 +237,38 @@ class Profile:
     @property
     def _verdict(self) -> Iterator[str]:
         """What to mend, in sentences. Waits for a core are not told from others: there too only
-        the times count that ranks are busy in the simulation.
+        the simulation counts.
         """
         if len(self._median) > 1 and all(run.events for run in self._last):
-            would = self.simulated
-            busy = would.busy if self.in_turn else ()
+            steps = [] if self.in_turn else self._alike
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             if processes > cores():
-                busy = would.busy
+                steps = []
                 yield (
                     f"{processes} processes share {counted(cores(), 'core')} of this machine: "
                     "times include waits for a core."
                 )
-            yield late(self._alike, would.total, busy, cutting(would, self._price))
+            free = self.simulate(replace(self._price, comm=0.0, send=0.0, receive=0.0)).total
+            message = sum(self._message[1:])
+            yield verdict(steps, self.timeline.total, self.simulated, free, message)
+
+    @property
+    def _message(self) -> list[float]:
+        """The bytes of a message, and its times: sending, on the way, receiving."""
+        price = self._price
+        figures = price.boundary, price.send, price.comm, price.receive
+        links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
+        return list(map(median, zip(*(link for link in links if link[0]), strict=True)))
 
     @property
     def _sentences(self) -> Iterator[str]:
-        if not self.in_turn:
-            price = self._price
-            figures = price.boundary, price.send, price.comm, price.receive
-            links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
-            if sized := [link for link in links if link[0]]:
-                size, send, way, receive = map(median, zip(*sized, strict=True))
-                yield (
-                    f"A message of {size:,.0f} bytes: sending {1e6 * send:.0f} us, on the way "
-                    f"{1e6 * way:.0f} us, receiving {1e6 * receive:.0f} us."
-                )
+        if self._message and not self.in_turn:
+            size, *times = self._message
+            send, way, receive = (f"{1e6 * time:.0f} us" for time in times)
+            yield (
+                f"A message of {size:,.0f} bytes: sending {send}, on the way {way}, "
+                f"receiving {receive}."
+            )
         if self.prepared.seconds:
             yield f"Preparation, in this process: {self.prepared}."
 

@@ -52,6 +52,7 @@ class Run(NamedTuple):
     rank: int
     events: tuple[Event, ...]
     actions: tuple[Action, ...] = ()
+    free: float = 0.0  # when its last runs were gathered; 0 for none
 
 
 #: A time of the host or of a device.
@@ -206,12 +207,14 @@ def gathered(group: Group, local: Mapping[int, Sequence[Run]]) -> list[tuple[Run
             "one step that every rank runs"
         )
     rows = zip(*(by_rank[rank] for rank in range(group.size)), strict=True)
-    return [tuple(map(_shifted, runs, ahead)) for runs in rows]
+    shifted = [tuple(map(_shifted, runs, ahead)) for runs in rows]
+    group.barrier()  # or a rank that gathers for longer begins the next step later
+    return shifted
 
 
 def _shifted(run: Run, by: float) -> Run:
     events = (event._replace(start=event.start - by, end=event.end - by) for event in run.events)
-    return run._replace(events=tuple(events))
+    return run._replace(events=tuple(events), free=run.free and run.free - by)
 
 
 # ---- by how much clocks differ ----

@@ -27,7 +27,7 @@ CAUSES = {
     "message": "message on the way",
     "imbalance": "another rank computes",
     "tail": "tail",
-    "other": "between actions",
+    "other": "sending and between actions",
 }
 #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
 SAME = 4
