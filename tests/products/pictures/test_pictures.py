@@ -192,6 +192,20 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
     assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
 
 
+@pytest.mark.parametrize(("dark", "least"), [(False, 7), (True, 11)])
+def test_steps_of_a_difference_can_be_told_from_their_neighbours(dark: bool, least: float):
+    """On dark paper up to 3.75, 3.75 to 7.5 and 7.5 to 11.25 earlier were one teal."""
+    fills = [colours.palette(1, dark)[f"t{k}"] for k in range(9)]
+    for vision in VISIONS:
+        steps = [dist(seen(a, vision), seen(b, vision)) for a, b in pairwise(fills)]
+        assert min(steps) > least, vision
+    for side in (fills[:4], fills[:4:-1]):  # the greater a shift, the further from "same" it is
+        light = [colours.luminance(fill) for fill in side]
+        assert light == sorted(light, reverse=dark)
+        if dark:
+            assert min(lab(a)[0] - lab(b)[0] for a, b in pairwise(side)) > 12
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_idle_time_is_apart_from_memory_and_from_its_paper(dark: bool):
     """On dark paper "another rank computes" and memory were two greens of one kind, and on white
