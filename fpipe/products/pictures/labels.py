@@ -260,7 +260,8 @@ def tints(scenes: Scenes) -> Iterator[Entry]:
     last = scenes[-1]
     if not last.against:
         return
-    yield (), f"ends of {last.name}'s actions, against {last.against.name}:"
+    names = " and ".join(scene.name for scene in scenes if scene.against)
+    yield (), f"ends of {names}'s actions, against {last.against.name}:"
     for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
         tint = int(key[1:])
         step = abs(tint - SAME)
