@@ -31,8 +31,8 @@ _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
 SIXTEEN = "standard", "windows"  # systems of colours
-#: tint -> its mark below the actions of plain text, from a little earlier on
-ENDS = {f"t{tint}": mark for tint, mark in zip("3210456789", "1234=+*%#?", strict=True)}
+#: tint -> its mark below the actions of plain text
+ENDS = {f"t{tint}": mark for tint, mark in enumerate("4321=+*%#?")}
 #: of the legend of plain text, where a lane has their first character
 MARKS = """\
 - goes on
@@ -97,7 +97,7 @@ def paint(
                     text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
                     label = layout.below.rjust(layout.margin - 1) * (layout.margin > 6)
     marks = {char for rows in drawn for lane in rows for row in lane for char, _ in row}
-    text += [[], *_lines(_tints(scenes, layout), layout, width)]
+    text += [[], *_lines(labels.tints(scenes, layout.below), layout, width)]
     text += _legend(scenes, layout, width, marks)
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
@@ -117,8 +117,8 @@ def _layout(
     ranks = max(len(scene.lanes) for scene in scenes)
     below = ""
     if scenes[-1].against and not colours:
-        tints = {key for scene in scenes if scene.against for key in scene.colours}
-        below = "earlier" if any(tint < f"t{SAME}" for tint in tints) else "later"
+        keys = {key for scene in scenes for key in scene.colours}
+        below = "earlier" if any("t0" <= key < f"t{SAME}" for key in keys) else "later"
     margin = len(str(ranks - 1)) + (6 + bool(below) if width >= 50 else 1)
     columns = max(width - margin, 8)
     total = max(scene.length for scene in scenes)
@@ -288,15 +288,6 @@ def _legend(
             texts += column, "a letter: what fills most of a column"
     entries = [*labels.kinds(scenes, not layout.colours), *(((), text) for text in texts)]
     return _lines(entries, layout, width)
-
-
-def _tints(scenes: Scenes, layout: _Layout) -> Iterable[labels.Entry]:
-    """The legend of a difference; that of plain text begins with the name of its rows."""
-    if not layout.below:
-        return labels.tints(scenes)
-    heading = f"{layout.below} than in {scenes[0].name}:"
-    texts = {keys[:1]: text.removesuffix(f" {layout.below}") for keys, text in labels.tints(scenes)}
-    return [((), heading), *(((key,), texts[key,]) for key in ENDS if (key,) in texts)]
 
 
 def _lines(entries: Iterable[labels.Entry], layout: _Layout, width: int) -> Iterator[Line]:

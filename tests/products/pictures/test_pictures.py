@@ -774,6 +774,24 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     assert [letter == "." for letter in lane[: len(marks)]] == [mark == " " for mark in marks]
 
 
+def test_a_difference_says_how_much_earlier_each_rank_ends():
+    """The heading had the total and a mean over actions, and nothing by rank."""
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    said = lambda *both: [
+        note for note in labels.notes(scenes(both, difference=True)[1]) if note.startswith("Ranks ")
+    ]
+    assert said(timeline("1F1B"), cheap) == ["Ranks 0 to 3 end 9, 6.5, 4, 1.5 earlier."]
+    assert said(cheap, timeline("1F1B")) == ["Ranks 0 to 3 end 9, 6.5, 4, 1.5 later."]
+    mixed = ["Ranks 0 to 3 end 0 earlier, 0.5, 1, 1.5 later."]
+    halves = timeline("ZBV", 4, 4, "F=.5,I=.5,W=.5")
+    assert said(halves, timeline("ZBH1", 4, 4)) == mixed
+    assert said(timeline("1F1B"), timeline("1F1B")) == []
+    assert said(timeline("1F1B", 2), timeline("1F1B", 4)) == []
+    assert said(timeline("1F1B", 32), timeline("ZBV", 32)) == []
+    slow, fast = (replace(timeline(name, 2, 2), unit="s") for name in ("1F1B", "ZBH1"))
+    assert said(slow, fast) == ["Ranks 0 to 1 end 2 s, 0 s earlier."]
+
+
 def test_stages_are_compared_by_their_layers_where_counts_differ():
     """4 stages against 8: half of the actions had "not in 1F1B", and 3F0 was compared with 3F0
     of a stage at the end of the model.
