@@ -98,5 +98,6 @@ def draw(
         options.say_written(path)
     if out and look.paper and (needed := pictures.width_with_numbers(drawn, shown)):
         wider = f"--width {needed}in or" if needed <= PAGE else "on a page, only"
-        click.echo(f"narrow bars have no number; {wider} fewer microbatches leave room")
+        lack = "letter, so kinds of work look alike;\n" if difference else "number; "
+        click.echo(f"narrow bars have no {lack}{wider} fewer microbatches leave room")
     click.echo(text, nl=False, color=True)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from ...actions import KINDS
 
 #: by line a name, and its colour on light and on dark paper; the causes of idle time are those of
-#: ``scene.CAUSES``
+#: ``scene.CAUSES``; ``t0`` to ``t9`` are tints, from much earlier over equal to much later, and not
+#: there
 _TABLE = """
 paper         #ffffff  #14181d
 raised        #ffffff  #232a32
@@ -28,9 +29,16 @@ tail          #aebed2  #334a5d
 imbalance     #d0cf82  #585847
 message       #f8dcfd  #3d2741
 other         #d2b48c  #52372b
-later         #c03068  #ff9a52
-earlier       #00808a  #4fe3ec
-same          #fbf8d2  #646870
+t0            #00808a  #b8f9fc
+t1            #329898  #56dae6
+t2            #64b0a7  #30b0bc
+t3            #97c8b5  #3a8a94
+t4            #fbf8d2  #646870
+t5            #e3a8a8  #a85a38
+t6            #d88092  #d4823f
+t7            #cc587d  #fba75a
+t8            #c03068  #ffd9ae
+t9            #5b6673  #a3aebb
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 THEME = {name: (light, dark) for name, light, dark in _ROWS}
@@ -57,8 +65,8 @@ def mix(a: str, b: str, share: float) -> str:
 
 
 def palette(shades: int, dark: bool = False) -> dict[str, str]:
-    """Every colour of a picture by its key: the names of ``THEME``, an op with its shade, such as
-    ``F0``, and ``t0`` to ``t9``, from much earlier over equal to much later, and not there.
+    """Every colour of a picture by its key: the names of ``THEME``, and an op with its shade,
+    such as ``F0``.
 
     >>> palette(2)["F1"], palette(2, dark=True)["paper"]
     ('#a3d2fa', '#14181d')
@@ -67,12 +75,7 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     for op in KINDS:
         for shade in range(shades):
             colours[f"{op}{shade}"] = fill(op, shade, shades)
-    same = colours["same"]
-    for step in range(5):
-        share = min(step, 1) * (step + 1) / 5  # the first step, too, is far from "same"
-        colours[f"t{4 - step}"] = mix(same, colours["earlier"], share)
-        colours[f"t{4 + step}"] = mix(same, colours["later"], share)
-    return colours | {"t9": colours["faint"]}
+    return colours
 
 
 def fill(op: str, shade: int = 0, shades: int = 1) -> str:

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from html import escape
-from itertools import compress
+from itertools import compress, groupby
 from math import floor, log10
 from statistics import fmean
 from typing import TypeAlias
@@ -136,7 +136,19 @@ def notes(scene: Scene) -> list[str]:
             by = time(fmean(earlier), scene)
             text = f"{counted(len(earlier), 'action')} of {len(scene.bars)} end earlier"
             lines.insert(0, f"{text}, by {by} on average, {len(shifts) - len(earlier)} later.")
+        if len(scene.lanes) == len(other.lanes) <= 16:
+            lines[:0] = _ends(scene, other)
     return lines
+
+
+def _ends(*pair: Scene) -> Iterator[str]:
+    """How much earlier or later each rank ends in the first scene than in the other one."""
+    ends = [[max(row, default=0.0) for row in scene.timeline.ends] for scene in pair]
+    shifts = [round(now - was, 9) for now, was in zip(*ends, strict=True)]
+    if any(shifts):
+        runs = groupby(shifts, lambda shift: "later" if shift > 0 else "earlier")
+        texts = [", ".join(time(abs(by), pair[0]) for by in run) + f" {way}" for way, run in runs]
+        yield f"Ranks 0 to {len(shifts) - 1} end {', '.join(texts)}."
 
 
 def summary(scene: Scene, mark: str = "gap", most: int = 0) -> Iterator[str]:
@@ -255,19 +267,24 @@ def paler_stages(scenes: Scenes) -> str:
     return texts.pop() if len(texts) == 1 else PALER
 
 
-def tints(scenes: Scenes) -> Iterator[Entry]:
-    """The colours of scenes that are compared with another one, and what all of them are."""
+def tints(scenes: Scenes, below: str = "") -> Iterator[Entry]:
+    """The colours of scenes that are compared with another one, and what all of them are. Below
+    the rows of plain text, which have a name such as ``earlier``, the least of earlier is first.
+    """
     last = scenes[-1]
     if not last.against:
         return
-    yield (), f"ends of {last.name}'s actions, against {last.against.name}:"
-    for key in sorted({key for scene in scenes if scene.against for key in scene.colours}):
-        tint = int(key[1:])
+    names = " and ".join(scene.name for scene in scenes if scene.against)
+    heading = f"{below} than in" if below else f"ends of {names}'s actions, against"
+    yield (), f"{heading} {last.against.name}:"
+    found = {int(key[1:]) for scene in scenes if scene.against for key in scene.colours}
+    for tint in sorted(found, key=lambda tint: -tint if below and tint < SAME else tint):
         step = abs(tint - SAME)
         until = time(last.reach * step / 4, last)
         start = f"{number(last.reach * (step - 1) / 4)} to" if step > 1 else "up to"
-        meaning = f"{start} {until} {'later' if tint > SAME else 'earlier'}"
-        yield (key,), {SAME: "at the same time", ABSENT: "not there"}.get(tint, meaning)
+        way = "later" if tint > SAME else "earlier"
+        meaning = f"{start} {until} {way}".removesuffix(f" {below}")
+        yield (f"t{tint}",), {SAME: "at the same time", ABSENT: "not there"}.get(tint, meaning)
 
 
 def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator[Entry]:

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from ...actions import OPS, number
 from . import labels
 from .colours import ink, of_16, palette
-from .scene import Lane, Scene, Scenes
+from .scene import SAME, Lane, Scene, Scenes
 from .shapes import busy, shares
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
@@ -31,7 +31,8 @@ _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
 SIXTEEN = "standard", "windows"  # systems of colours
-ENDS = "dcba=1234 "  # below the actions of plain text, by tint
+#: tint -> its mark below the actions of plain text
+ENDS = {f"t{tint}": mark for tint, mark in enumerate("4321=+*%#?")}
 #: of the legend of plain text, where a lane has their first character
 MARKS = """\
 - goes on
@@ -43,9 +44,12 @@ Line: TypeAlias = list[Cell]
 
 
 class _Layout(NamedTuple):
-    """Columns per unit of time, columns to a panel, and how many panels there are."""
+    """Columns per unit of time, columns to a panel, and how many panels there are. ``below`` is the
+    name of the rows with ``ENDS``, or "".
+    """
 
     colours: str
+    below: str
     margin: int
     detail: int
     scale: float
@@ -84,7 +88,6 @@ def paint(
                 notes = labels.notes(scene) if lines else ()
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
-                text += _lines(labels.tints([scene]), layout, width)
                 text.append(axis)
             elif len(scenes) > 1:
                 text.append(_cells(scene.name[:width]))
@@ -92,9 +95,10 @@ def paint(
                 label = f"rank {rank}" if layout.margin > 6 else str(rank)
                 for row in lane:
                     text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
-                    label = "ends".rjust(layout.margin - 1)
+                    label = layout.below.rjust(layout.margin - 1) * (layout.margin > 6)
     marks = {char for rows in drawn for lane in rows for row in lane for char, _ in row}
-    text += [[], *_legend(scenes, layout, width, marks)]
+    text += [[], *_lines(labels.tints(scenes, layout.below), layout, width)]
+    text += _legend(scenes, layout, width, marks)
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
 
@@ -111,7 +115,11 @@ def _layout(
     lines: float,
 ) -> _Layout:
     ranks = max(len(scene.lanes) for scene in scenes)
-    margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
+    below = ""
+    if scenes[-1].against and not colours:
+        keys = {key for scene in scenes for key in scene.colours}
+        below = "earlier" if any("t0" <= key < f"t{SAME}" for key in keys) else "later"
+    margin = len(str(ranks - 1)) + (6 + bool(below) if width >= 50 else 1)
     columns = max(width - margin, 8)
     total = max(scene.length for scene in scenes)
     cell = max(min(scene.cell for scene in scenes), total / _MOST_CELLS)
@@ -119,8 +127,7 @@ def _layout(
     tall = sum(len(scene.lanes) + 2 for scene in scenes)
     shades = max(scene.shades for scene in scenes)
     unclear = not colours and shades > 1  # without stages
-    marked = not colours and scenes[-1].against  # with ENDS
-    for detail, budget in () if marked else LAYOUTS:
+    for detail, budget in () if below else LAYOUTS:
         if unclear and shades > 2:
             detail = 3
         need = max(map(len, labels.short_names(scenes, detail))) + 1
@@ -130,16 +137,16 @@ def _layout(
         if panels <= 1:  # whole columns per cell where they fill most of the width
             wide = min(columns / cells, WIDEST_CELL)
             wide = floor(wide + 1e-9) if wide >= 2 else wide
-            return _Layout(colours, margin, detail, wide / cell, columns, 1)
+            return _Layout(colours, below, margin, detail, wide / cell, columns, 1)
         if panels * tall <= min(budget, lines):
             even = ceil(cells / panels - 1e-9) * need  # cut between cells
-            return _Layout(colours, margin, detail, need / cell, even, panels)
+            return _Layout(colours, below, margin, detail, need / cell, even, panels)
     # cells to a column: a whole number, so that repetitions look alike; a strip fills its width
     count = 1.0 if lines else max(cells / columns, 1.0)
     while (panels := ceil(cells / count / columns - 1e-9)) > 1 and panels * tall > lines:
         count += 1
     even = ceil(cells / count / panels - 1e-9)
-    return _Layout(colours, margin, 0, 1 / cell / count, even, panels)
+    return _Layout(colours, below, margin, 0, 1 / cell / count, even, panels)
 
 
 def _axis(
@@ -167,7 +174,7 @@ def _axis(
 # ---- one lane ----
 def _drawn(scene: Scene, layout: _Layout) -> list[list[Line]]:
     """The lines of all lanes: cells, and below those of compared plain text when they end."""
-    marked = scene.against is not None and not layout.colours
+    marked = bool(scene.against and layout.below)
     lanes = []
     for lane in scene.lanes:
         bars = tuple(
@@ -246,8 +253,7 @@ def _overview(lane: Lane, layout: _Layout, painted: bool) -> Line:
         key = max((key for key in column if column[key] > 1e-9), key=owed.__getitem__, default="")
         owed[key] -= 1
         letter = _by_chunk(key[0], key) if key else " " if painted else "."
-        if key[:1] == "t":
-            letter = ENDS[int(key[1:])]
+        letter = ENDS.get(key, letter)
         if layout.colours:  # where an action begins
             is_new = at in begins or key != before
             letter = key[0] if key.startswith(tuple(OPS)) and is_new else " "
@@ -292,7 +298,7 @@ def _lines(entries: Iterable[labels.Entry], layout: _Layout, width: int) -> Iter
             cell for key in keys for cell in _cells(f"{key[0] if key[0] in OPS else ' '} ", key)
         ]
         if keys and not layout.colours:
-            swatch = _cells(ENDS[int(keys[0][1:])] + ":" if keys[0][0] == "t" else keys[0][0])
+            swatch = _cells(f"{ENDS[keys[0]]}:" if keys[0] in ENDS else keys[0][0])
         item = swatch + _cells(f" {text}"[not keys :])
         if line and (text.endswith(":") or len(line) + 2 + len(item) > width):
             yield line

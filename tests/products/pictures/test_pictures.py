@@ -192,6 +192,20 @@ def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
     assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
 
 
+@pytest.mark.parametrize(("dark", "least"), [(False, 7), (True, 11)])
+def test_steps_of_a_difference_can_be_told_from_their_neighbours(dark: bool, least: float):
+    """On dark paper up to 3.75, 3.75 to 7.5 and 7.5 to 11.25 earlier were one teal."""
+    fills = [colours.palette(1, dark)[f"t{k}"] for k in range(9)]
+    for vision in VISIONS:
+        steps = [dist(seen(a, vision), seen(b, vision)) for a, b in pairwise(fills)]
+        assert min(steps) > least, vision
+    for side in (fills[:4], fills[:4:-1]):  # the greater a shift, the further from "same" it is
+        light = [colours.luminance(fill) for fill in side]
+        assert light == sorted(light, reverse=dark)
+        if dark:
+            assert min(lab(a)[0] - lab(b)[0] for a, b in pairwise(side)) > 12
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_idle_time_is_apart_from_memory_and_from_its_paper(dark: bool):
     """On dark paper "another rank computes" and memory were two greens of one kind, and on white
@@ -424,20 +438,45 @@ def test_an_overview_of_differences_has_no_letters():
     assert re.sub(r"\x1b\[[0-9;]*m", "", row).strip() == "rank 3"
 
 
-def test_the_marks_of_a_difference_in_plain_text_are_explained_above_its_rows():
-    """Letters for times and letters for stages stood in one running paragraph, and those for times
-    20 lines below their rows.
+@pytest.mark.parametrize(("ranks", "blocks"), [(4, 1), (8, 2)])
+def test_the_rows_of_a_difference_in_plain_text_have_one_key_below_all_lanes(
+    ranks: int, blocks: int
+):
+    """Small letters meant a rank's other stage in a row and much earlier in the next one, below
+    the digit 1 for later, and their key had descending steps in three lines above the rows.
     """
-    text = pictures.draw(
-        [timeline("1F1B"), timeline("ZBV")], width=80, color=False, look=Look(difference=True)
-    )
-    assert text.count("\n  ends ") == 4
-    lanes, _, key = text.partition("\n\nF forward ")
-    assert "small letters: a rank's other stage" in key and "earlier" not in key
-    notes, *rows = lanes.split("\n  ends ")[0].split("\nends of ZBVZeroBubble's actions, ")
-    assert "ZBVZeroBubble against 1F1B:" in notes
-    assert rows[0].startswith("against 1F1B:  b: 6.25 to 12.5 earlier\na: up to")
-    assert len(rows) == 1 and "\nrank 0 " in rows[0]
+    both = [
+        timeline("1F1B", ranks, 2 * ranks),
+        timeline("ZBV", ranks, 2 * ranks, "F=.5,I=.5,W=.5"),
+    ]
+    text = pictures.draw(both, width=80, color=False, look=Look(difference=True))
+    rows = re.findall(r"^earlier ( *[1-4=+ ]+)$", text, re.M)
+    assert len(rows) == ranks * blocks and text.count("earlier than") == 1
+    above, key = text.split("\n\nearlier than in 1F1B:  1: up to ")
+    assert above.splitlines()[-1].startswith("earlier ")
+    steps, letters = key.split(" later\n", 1)
+    assert re.findall(r"(\S):", f"1:{steps}") == [*"1234=+"] and steps.count("\n") == 1
+    assert letters.startswith("F forward ") and "small letters: a rank's other stage" in letters
+
+
+def test_a_difference_in_plain_text_has_its_columns_and_its_marks():
+    """At less than 50 columns a row had its name over its first actions."""
+    fast, slow = timeline("ZBV"), timeline("1F1B", costs="comm=0.5")
+    for width, margin in ((40, 2), (60, 8)):
+        text = pictures.draw([slow, fast], width=width, color=False, look=Look(difference=True))
+        lines = text.split("ZBVZeroBubble against")[1].splitlines()
+        at = next(k for k, line in enumerate(lines) if re.match(r"(rank )?3 ", line))
+        lane, marks = (line[margin:] for line in lines[at : at + 2])
+        assert [letter == "." for letter in lane[: len(marks)]] == [mark == " " for mark in marks]
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    late = pictures.draw([cheap, slow], width=80, color=False, look=Look(difference=True))
+    assert "\n  later " in late and "earlier" not in late
+    assert "\nlater than in ZBVZeroBubble:  =: at the same time  +: up to " in late
+    third = timeline("ZBH1", costs="comm=0.5")
+    for color in (False, True):
+        text = pictures.draw([slow, fast, third], width=80, color=color, look=Look(difference=True))
+        key = "ends of ZBVZeroBubble and ZBH1's actions, against 1F1B:\n"
+        assert (key if color else "earlier than in 1F1B:  1:") in text
 
 
 def test_columns_are_times():
@@ -729,10 +768,28 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     plain = pictures.draw(
         [timeline("ZBV"), timeline("1F1B")], width=80, color=False, look=Look(difference=True)
     )
-    found = re.search(r"rank 3 (\.+F[.FB]+)\n  ends ([ a-d=1-4]+)\n", plain)
-    assert found and re.search(r"\b1: up to [\d.]+ later  2: ", plain)
+    found = re.search(r"rank 3  (\.+F[.FB]+)\nearlier ([ 1-4=+*%#]+)\n", plain)
+    assert found and re.search(r"\+: up to [\d.]+ later  \*: ", plain)
     lane, marks = found.groups()
     assert [letter == "." for letter in lane[: len(marks)]] == [mark == " " for mark in marks]
+
+
+def test_a_difference_says_how_much_earlier_each_rank_ends():
+    """The heading had the total and a mean over actions, and nothing by rank."""
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    said = lambda *both: [
+        note for note in labels.notes(scenes(both, difference=True)[1]) if note.startswith("Ranks ")
+    ]
+    assert said(timeline("1F1B"), cheap) == ["Ranks 0 to 3 end 9, 6.5, 4, 1.5 earlier."]
+    assert said(cheap, timeline("1F1B")) == ["Ranks 0 to 3 end 9, 6.5, 4, 1.5 later."]
+    mixed = ["Ranks 0 to 3 end 0 earlier, 0.5, 1, 1.5 later."]
+    halves = timeline("ZBV", 4, 4, "F=.5,I=.5,W=.5")
+    assert said(halves, timeline("ZBH1", 4, 4)) == mixed
+    assert said(timeline("1F1B"), timeline("1F1B")) == []
+    assert said(timeline("1F1B", 2), timeline("1F1B", 4)) == []
+    assert said(timeline("1F1B", 32), timeline("ZBV", 32)) == []
+    slow, fast = (replace(timeline(name, 2, 2), unit="s") for name in ("1F1B", "ZBH1"))
+    assert said(slow, fast) == ["Ranks 0 to 1 end 2 s, 0 s earlier."]
 
 
 def test_stages_are_compared_by_their_layers_where_counts_differ():

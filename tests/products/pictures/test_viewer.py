@@ -477,6 +477,28 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
 
+def test_the_head_of_a_difference_is_short_on_a_phone(browser: Any, tmp_path: Path):
+    """Header and legend took 37% of the screen, and what a rank gains was folded."""
+    costs = ("", "F=.5,I=.5,W=.5")
+    first, second = (
+        make_schedule(name, 4, 8).simulate(Costs.parse(cost))
+        for name, cost in zip(("1F1B", "ZBV"), costs, strict=True)
+    )
+    second.save(tmp_path / "a.html", against=first)
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((tmp_path / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    shown = lambda: [one.inner_text() for one in page.locator("#figures p:visible").all()]
+    titles = lambda: [one.inner_text() for one in page.locator("#figures h1").all()]
+    sizes = ": 4 ranks, 8 microbatches"
+    assert shown() == ["Ranks 0 to 3 end 9, 6.5, 4, 1.5 earlier."]
+    assert titles() == [f"1F1B{sizes}", "ZBVZeroBubble against 1F1B"]
+    assert page.locator("#stage").bounding_box()["y"] < 0.35 * 844
+    page.click("#more")
+    assert len(shown()) == 7 and titles()[1] == f"ZBVZeroBubble against 1F1B{sizes}"
+    page.close()
+
+
 def test_names_in_a_difference_have_letters_small_ones_for_the_other_stage(
     browser: Any, tmp_path: Path
 ):

@@ -328,7 +328,10 @@ map.addEventListener("pointerup", () => { mapDrag = false; });
 function head() {
   $("figures").replaceChildren(...state.scenes.map((scene) => {
     const line = document.createElement("div");
-    line.append(element("h1", scene.title), " ");
+    const [name, sizes] = scene.title.split(/(?=: \d+ ranks?, )/), title = element("h1", name);
+    if (sizes) title.append(element("i", sizes));
+    if (scene.tints?.length) line.className = "compared";
+    line.append(title, " ");
     for (const [word, value] of scene.figures) {
       const span = element("span", word + " ");
       span.append(element("b", value));
