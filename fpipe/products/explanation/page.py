@@ -27,7 +27,7 @@ from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import Points
 from ..search.auto import costs_of
-from .reasons import advice, idle_of
+from .reasons import MEASURE, advice, idle_of
 
 
 class StageFacts(NamedTuple):
@@ -151,7 +151,7 @@ MEANINGS = {
         "held up by: the stage where the chain of waits begins, for most of that time",
     ),
 }
-ESTIMATES = "estimates from shapes; costs=fpipe.measure_costs(...) has measured ones"
+ESTIMATES = f"estimates from shapes, good for their ratios alone; costs={MEASURE} has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
@@ -177,7 +177,7 @@ def explain(
         title = ", no targets, so no loss"
     facts = collect(pipe, params, pipe.plan(params, x, *targets, **side), costs)
     facts = replace(facts, title=facts.title + title)
-    return Explanation(facts, advice(facts.schedule, facts.costs, pipe.schedule))
+    return Explanation(facts, advice(facts.schedule, facts.costs, facts.measured, pipe.schedule))
 
 
 def _needs_targets(loss: Any) -> bool:

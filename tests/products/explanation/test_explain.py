@@ -182,6 +182,21 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     assert eval(call, {"fpipe": fpipe, "pipe": pipe, "parts": [1, 2, 2, 2, 1, 1]}) == (2, 3, 4)
 
 
+@pytest.mark.parametrize("costs", [None, fpipe.Costs(F=[1, 3], I=[1, 3], W=[1, 3])])
+def test_calls_in_advice_run(costs: fpipe.Costs | None):
+    """With estimates one had ``costs=costs``, which the caller did not have."""
+    twice = lambda p, x: layer(p, layer(p, layer(p, x)))
+    loss = lambda y, target: (y - target).sum()
+    pipe = fpipe.pipeline([layer, twice], loss=loss, microbatches=4, group=fpipe.local(2))
+    params, x = [torch.eye(64)] * 2, torch.ones(256, 64)
+    page = pipe.explain(params, x, x, costs=costs)
+    assert "move work from there to rank 0 (" in page.advice[0]
+    (call,) = re.findall(r"<code>schedule=(fpipe\.auto.*?)</code>", page._repr_html_())
+    assert ("measure_costs" in call) == (costs is None)
+    names = {"fpipe": fpipe, "pipe": pipe, "params": params, "x": x, "y": x}
+    assert eval(call, names | {"costs": costs} if costs else names) is not None
+
+
 def test_advice_names_all_overloaded_ranks_and_those_with_room():
     times = [3, 3, 1, 1, 0.2]
     costs = fpipe.Costs(F=times, I=times, W=times)
@@ -190,7 +205,7 @@ def test_advice_names_all_overloaded_ranks_and_those_with_room():
     assert first.startswith(
         "Too much work is on ranks 0 and 1 (1.8 times the mean of all ranks), for which the others "
         "wait: move work from there to rank 4 (0.12 times the mean of all ranks). That saves at "
-        "most 40.3% of a step. "
+        "most 40.3% of a step, and less where one layer is most of a stage. "
     )
 
 
@@ -203,7 +218,7 @@ def test_of_one_big_stage_the_advice_is_to_split_or_copy_it():
     others, split = (f"{(busy - less) / total:.1%}" for less in (2 * 24, mean))
     assert page.advice[0].startswith(
         "Stage 7 on rank 3 alone takes 2.1 times the mean of all ranks: moving other stages saves "
-        f"at most {others} of a step, so split this one. That saves at most {split} of a step. "
+        f"at most {others} of a step, so split this one. That saves at most {split} of a step, and "
     )
     assert "<code>schedule=fpipe.auto(costs=costs, replicate=True)</code>." in page._repr_html_()
     copied = fpipe.auto(costs=costs, replicate=True)
