@@ -134,7 +134,7 @@ def _edges(plan: Any) -> list[Edge]:
 MEANINGS = {
     "What runs where": (
         "F: forward; I, W: a backward's parts for inputs and for weights, B is I + W",
-        "Times are those of one microbatch.",
+        "Times are those of one microbatch; -: none.",
         "engine: trace runs a traced program, eager runs autograd",
     ),
     "Messages of a step": (
@@ -148,7 +148,7 @@ MEANINGS = {
     ),
     "Bubble by rank": (
         "Idle time as a share of the span; the mean of all ranks is the bubble.",
-        "held up by: the stage where the chain of waits begins, for most of that time",
+        "held up by: where the chain of waits begins, for most of that time; -: no stage",
     ),
 }
 ESTIMATES = f"estimates from shapes, good for their ratios alone; costs={MEASURE} has measured ones"
@@ -288,10 +288,12 @@ class Explanation:
         rows = []
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
-                took = [number(scale * costs[op][one.stage], 3) for op in "FIW"]
+                times = (scale * costs[op][one.stage] for op in "FIW")
+                took = [number(time, 3) if time else "-" for time in times]
                 named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
                 rows.append((rank, *named, *took, facts.devices[rank], one.engine))
-        heads = [f"{op} {unit}".rstrip() for op in "FIW"]
+        names = [f"{op} {unit}".rstrip() for op in "FIW"]
+        heads = [Cell(name, name.replace(" ", "&nbsp;")) for name in names]
         return ["rank", "stage", "parameters", *heads, "device", "engine"], rows
 
     def _memory(self) -> Iterator[Sequence[object]]:
@@ -307,8 +309,9 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = [(f"{share:.1%}", *why) for share, *why in idle_of(self.timeline, rank)]
-            for place, cause in enumerate(causes or [("-", "", "-")]):
+            found = idle_of(self.timeline, rank)
+            causes = [(f"{share:.1%}", held or "-", why) for share, held, why in found]
+            for place, cause in enumerate(causes or [("-", "-", "-")]):
                 yield "" if place else rank, *cause
 
 

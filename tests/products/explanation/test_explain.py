@@ -182,14 +182,19 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     assert eval(call, {"fpipe": fpipe, "pipe": pipe, "parts": [1, 2, 2, 2, 1, 1]}) == (2, 3, 4)
 
 
+def uneven(costs: fpipe.Costs | None = None) -> Any:
+    """A page of which one stage has too much work, its pipeline, parameters and batch."""
+    thrice = lambda p, x: layer(p, layer(p, layer(p, x)))
+    loss = lambda y, target: (y - target).sum()
+    pipe = fpipe.pipeline([layer, thrice], loss=loss, microbatches=4, group=fpipe.local(2))
+    params, x = [torch.eye(64)] * 2, torch.ones(256, 64)
+    return pipe.explain(params, x, x, costs=costs), pipe, params, x
+
+
 @pytest.mark.parametrize("costs", [None, fpipe.Costs(F=[1, 3], I=[1, 3], W=[1, 3])])
 def test_calls_in_advice_run(costs: fpipe.Costs | None):
     """With estimates one had ``costs=costs``, which the caller did not have."""
-    twice = lambda p, x: layer(p, layer(p, layer(p, x)))
-    loss = lambda y, target: (y - target).sum()
-    pipe = fpipe.pipeline([layer, twice], loss=loss, microbatches=4, group=fpipe.local(2))
-    params, x = [torch.eye(64)] * 2, torch.ones(256, 64)
-    page = pipe.explain(params, x, x, costs=costs)
+    page, pipe, params, x = uneven(costs)
     assert "move work from there to rank 0 (" in page.advice[0]
     (call,) = re.findall(r"<code>schedule=(fpipe\.auto.*?)</code>", page._repr_html_())
     assert ("measure_costs" in call) == (costs is None)
@@ -334,8 +339,18 @@ def test_the_page_shows_advice_and_the_step_first_and_memory_as_a_picture():
     assert memory.count("<path") == 2 and "@" not in memory
 
 
-def test_the_page_follows_its_reader_and_fits_a_phone(tmp_path: Path, browser: Any):
-    page, _ = explained("ZBV", 4, 8)
+def test_times_of_none_are_as_in_a_profile_and_heads_stay_in_one_line():
+    """Stage 0 had ``I us 0``, and a phone broke ``F us`` but not ``I us``."""
+    page, _ = explained(costs=fpipe.Costs(F=2, I=[0, 2], W=2, unit="us"))
+    assert re.search(r" 2 +- +2 ", rows(page, "What runs where")[0])
+    assert [page._repr_html_().count(f">{op}&nbsp;us<") for op in "FIW"] == [1, 1, 1]
+    (held,) = {line.split()[-10] for line in rows(page, "Bubble by rank") if "own span" in line}
+    assert held == "-"
+
+
+@pytest.mark.parametrize("make", [partial(explained, "ZBV", 4, 8), uneven])
+def test_the_page_follows_its_reader_and_fits_a_phone(make: Any, tmp_path: Path, browser: Any):
+    page, *_ = make()
     page.save(tmp_path / "page.html")
     grounds = []
     for scheme in ("light", "dark"):
