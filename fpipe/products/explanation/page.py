@@ -288,12 +288,13 @@ class Explanation:
         rows = []
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
-                times = (scale * costs[op][one.stage] for op in "FIW")
-                took = [number(time, 3) if time else "-" for time in times]
+                took = [
+                    number(scale * time, 3) if (time := costs[op][one.stage]) else "-"
+                    for op in "FIW"
+                ]
                 named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
                 rows.append((rank, *named, *took, facts.devices[rank], one.engine))
-        names = [f"{op} {unit}".rstrip() for op in "FIW"]
-        heads = [Cell(name, name.replace(" ", "&nbsp;")) for name in names]
+        heads = [Cell(f"{op} {unit}".rstrip(), f"{op}&nbsp;{unit}") for op in "FIW"]
         return ["rank", "stage", "parameters", *heads, "device", "engine"], rows
 
     def _memory(self) -> Iterator[Sequence[object]]:
@@ -309,8 +310,7 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            found = idle_of(self.timeline, rank)
-            causes = [(f"{share:.1%}", held or "-", why) for share, held, why in found]
+            causes = [(f"{share:.1%}", *why) for share, *why in idle_of(self.timeline, rank)]
             for place, cause in enumerate(causes or [("-", "-", "-")]):
                 yield "" if place else rank, *cause
 

@@ -22,7 +22,7 @@ Advice: TypeAlias = Iterator[tuple[float, str]]
 
 class Idle(NamedTuple):
     """Idle time of a rank, as a share of the span, and why; ``held_up_by`` is the stage at which
-    the waits of others for each other begin, for more than half of the time.
+    the waits of others for each other begin, for more than half of the time, or ``-``.
     """
 
     share: float
@@ -50,7 +50,7 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
     spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
     most = {why: f"stage {stage}" for (why, stage), time in first.items() if time > spent[why] / 2}
     shares = (
-        Idle(time / timeline.span, most.get(why, ""), why)
+        Idle(time / timeline.span, most.get(why, "-"), why)
         for why, time in spent.items()
         if time > 5e-4 * timeline.span
     )
@@ -93,18 +93,22 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
         return f"rank{many} {ranks[-1]} ({busy[ranks[-1]] / mean:.2g} times the mean of all ranks)"
 
     full = [rank for rank, time in enumerate(busy) if time > 0.95 * most]
-    least = [busy.index(min(busy))]
-    empty = [rank for rank, time in enumerate(busy) if time < 0.5 * mean] or least
+    below = max(0.5 * mean, min(busy))
+    empty = [rank for rank, time in enumerate(busy) if time <= below]
     work: defaultdict[int, float] = defaultdict(float)
     for span in timeline.of_rank(full[0]):
         work[span.action.parts[0].stage] += span.end - span.start
     alone, stage = max(zip(work.values(), work, strict=True))
     copies = ""
     if len(full) > len(busy) / 2:
-        text = f"Too little work is on {named(least)}, which waits for the others: move work there"
+        text = (
+            f"Too little work is on {named(empty)}, idle while the others compute: move work there"
+        )
     else:
-        text = f"Too much work is on {named(full)}, for which the others wait: move work from there"
-        text += f" to {named(empty)}"
+        text = (
+            f"Too much work is on {named(full)}, for which the others wait: move work from there "
+            f"to {named(empty)}"
+        )
         if 2 * alone > most + mean:
             copies = (
                 " A stage that is one layer can have copies on several ranks, with "

@@ -130,7 +130,7 @@ def test_idle_time_and_its_causes():
     assert timeline.total == 9
     found = [[(round(9 * share), *why) for share, *why in idle_of(timeline, r)] for r in (0, 1)]
     assert found[0] == [(3, "stage 1", "waits for the gradient of stage 1 on rank 1")]
-    assert found[1] == [(3, "", "its own span is shorter than the longest one")]
+    assert found[1] == [(3, "-", "its own span is shorter than the longest one")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
     assert first.endswith("33.3%  stage 1     waits for the gradient of stage 1 on rank 1")
@@ -155,7 +155,7 @@ def test_a_wait_names_the_stage_where_the_chain_of_waits_begins():
         "output of stage 3 on rank 3",
     ):
         assert ("stage 3", f"waits for the {waits}") in found
-    assert ("", "its own span is shorter than the longest one") in found
+    assert ("-", "its own span is shorter than the longest one") in found
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipeV", "GPipe"])
@@ -173,8 +173,8 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     costs = fpipe.Costs(F=times, I=times, W=times)
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
     said = (
-        "Too little work is on rank 0 (0.57 times the mean of all ranks), which waits for the "
-        "others: move work there. "
+        "Too little work is on rank 0 (0.57 times the mean of all ranks), idle while the others "
+        "compute: move work there. "
     )
     advice = next(text for text in page.advice if text.startswith("Too"))
     assert advice.startswith(said)
