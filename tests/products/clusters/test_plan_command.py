@@ -114,6 +114,8 @@ def test_without_out_nothing_is_written(capsys: pytest.CaptureFixture[str]):
 
 
 REFUSED = [
+    ("plan config.json", "Missing option '--model', '--gpus', '--gpu', '--tokens', '--seq'."),
+    (LINE.replace("--gpu a100", ""), "Missing option '--gpu'. Choose from: a100"),
     (
         LINE.replace("a100", "a10"),
         "'a10' is not one of 'a100', 'h100', 'h200', 'b200'",
