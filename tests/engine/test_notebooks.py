@@ -102,6 +102,21 @@ def test_the_cell_of_a_plan_has_a_key_and_readable_bytes():
     assert f"peak {plan.peak:,} bytes" in str(plan)
 
 
+@pytest.mark.xdist_group("browser")
+def test_an_open_plan_leaves_the_notebook_in_place(browser: Any):
+    """A rank inserted a hundred lines, and long ones went on below their numbers."""
+    pipe, batch = pipe_and_batch()
+    cell = pipe.plan(*batch)[0]._repr_html_().replace("<details>", "<details open>")
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.set_content(cell)
+    height, wide, lines = page.evaluate(
+        "[document.querySelector('details').offsetHeight, document.documentElement.scrollWidth, "
+        "getComputedStyle(document.querySelector('pre')).whiteSpace]"
+    )
+    assert height < 600 and wide == 390 and lines == "pre"
+    page.close()
+
+
 def test_long_text_is_cut():
     lines = texts(output.folded("\n".join(["many", *map(str, range(1000))])))[-1].splitlines()
     assert len(lines) == output.MOST_LINES + 1

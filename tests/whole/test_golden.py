@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,31 @@ def test_pictures_of_a_notebook(golden: Golden):
     drawn = re.findall(r"<svg.*?</svg>", shown, re.S)
     for end, picture in zip(("", "-phone"), drawn, strict=True):
         golden(ROOT / "docs" / "pictures" / f"notebook{end}.svg", f"{picture}\n")
+
+
+def test_pictures_of_a_profile(golden: Golden):
+    """Those of the profile in docs/howto/notebooks.md, from its costs in microseconds."""
+    costs = fpipe.Costs(
+        F=[3.16, 3.13, 2.93, 2.91, 2.85, 2.9, 2.95, 7.91],
+        I=[0, 4.14, 4.22, 4.04, 4.19, 4.16, 4.29, 13.47],
+        W=[4.66, 2.86, 2.84, 2.77, 2.81, 2.84, 2.86, 3.04],
+        send=[0.15, 0.13, 0.14, 0, 0.13, 0.13, 0.13],
+        receive=[0.68, 0.7, 0.63, 0, 0.77, 0.74, 0.63],
+        unit="us",
+    )
+    timeline = fpipe.make_schedule("ZBV", 4, 8).simulate(costs)
+    page = (ROOT / "docs" / "howto" / "notebooks.md").read_text(encoding="utf-8")
+    assert (
+        f"simulated, ranks at once: {timeline.total:.1f} us, bubble {timeline.bubble:.1%}" in page
+    )
+    times = zip(*(getattr(costs, op) for op in "FIW"), strict=True)
+    for stage, row in enumerate(times):
+        cells = (f"{time:.1f}" if time else "-" for time in row)
+        assert re.search(rf"^ +{stage} +{' +'.join(cells)}$", page, re.M), stage
+    named = replace(timeline, name="ZBV, simulated, ranks at once")
+    drawn = re.findall(r"<svg.*?</svg>", pictures.figure(named), re.S)
+    for end, picture in zip(("", "-phone"), drawn, strict=True):
+        golden(ROOT / "docs" / "pictures" / f"profile{end}.svg", f"{picture}\n")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return status or 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "fpipe"
-        message = " ".join(_nearest_option(error).format_message().split())
+        message = " ".join(_improved(error).format_message().split())
         return report_error(f"{message}  (see {where} --help)", USAGE)
     except click.ClickException as error:
         return report_error(error.format_message(), USAGE)
@@ -158,11 +158,19 @@ def main(args: Sequence[str] | None = None) -> int:
         )
 
 
-def _nearest_option(error: click.UsageError) -> click.UsageError:
-    """An unknown option's error with the nearest option alone; click names three, in alphabetical
-    order.
+def _improved(error: click.UsageError) -> click.UsageError:
+    """An unknown option's error with the nearest option alone, where click names three, in
+    alphabetical order; a missing option's error with all that are missing.
     """
-    if not isinstance(error, click.NoSuchOption):
-        return error
-    near = get_close_matches(error.option_name, error.possibilities or (), n=1)
-    return click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
+    ctx = error.ctx
+    if isinstance(error, click.NoSuchOption):
+        near = get_close_matches(error.option_name, error.possibilities or (), n=1)
+        return click.NoSuchOption(error.option_name, possibilities=near, ctx=ctx)
+    if isinstance(error, click.MissingParameter) and ctx:
+        missing = [
+            param.get_error_hint(ctx)
+            for param in ctx.command.params
+            if param.required and param.name not in ctx.params
+        ]
+        return click.MissingParameter(ctx=ctx, param=error.param, param_hint=", ".join(missing))
+    return error

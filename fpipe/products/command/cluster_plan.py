@@ -131,13 +131,18 @@ def _show(job: Job, result: Layouts) -> None:
     )
     click.echo(f"\n{table(list(map(_row, result.best)))}")
     first = result.best[0]
+
+    def against(what: str, p: Prediction) -> None:
+        more = p.step / first.step - 1
+        say(f"\n{what}: {p.step:.3f} s, {more:+.1%} against the first layout")
+
+    smaller = [p for p in result.best if p.fullest.total < 0.9 * first.fullest.total]
+    if smaller:
+        against("first of these with 10% less memory", smaller[0])
     if first.layout.pp > 1:
         with suppress(PlanError):  # none fits
-            [alone] = search(job, lambda layout: layout.pp == 1, 1).best
-            say(
-                f"\nbest without a pipeline (--only pp=1): {alone.step:.3f} s, "
-                f"{alone.step / first.step - 1:+.1%} against the first layout"
-            )
+            alone = search(job, lambda layout: layout.pp == 1, 1)
+            against("best without a pipeline (--only pp=1)", *alone.best)
     say(
         "\ntp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
         "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; stages: of all "
@@ -150,7 +155,8 @@ def _show(job: Job, result: Layouts) -> None:
         click.echo(fill(text, 80, initial_indent=f"  {about:<8}", subsequent_indent=" " * 10))
     say(
         f"\n{result.possible} of {result.layouts} layouts have room for the state and one "
-        f"microbatch; {result.predicted} were simulated; no other can be faster"
+        f"microbatch; {result.predicted} were simulated; no other can be faster\n"
+        "times and memory are predicted, not measured: docs/howto/plan.md says how well"
     )
 
 
@@ -170,8 +176,9 @@ def _why(best: Prediction) -> Mapping[str, str]:
     job = best.job
     full = best.fullest
     longest = sorted(best.parts.items(), key=lambda item: -item[1])
-    least_shown = 0.0005 * best.step
-    time = ", ".join(f"{name} {s / best.step:.1%}" for name, s in longest if s >= least_shown)
+    step = best.step
+    time = ", ".join(f"{name} {s / step:.1%}" for name, s in longest if s >= 0.0005 * step)
+    layers = [*best.layout.counts(job.model)]
     least = operations(job) * job.tokens / job.gpus / (job.gpu.flops * job.gpu.matmul)
     parts = {
         "state of layers": full.layers,
@@ -188,7 +195,7 @@ def _why(best: Prediction) -> Mapping[str, str]:
         "time": time,
         "bound": f"no layout takes less than {least:.3f} s, the model's operations at "
         f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s",
-        "layers": f"by stage: {[*best.layout.counts(job.model)]}",
+        "layers": f"by stage: {layers}" + " (0: the head alone)" * (0 in layers),
         "memory": f"pipeline rank {full.rank} holds {full.total / GIB:.1f} of the "
         f"{usable(job) / GIB:.1f} GiB that the system leaves of {job.gpu.memory / GIB:.0f}: "
         f"{memory}",

@@ -27,7 +27,7 @@ from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import Points
 from ..search.auto import costs_of
-from .reasons import advice, idle_of
+from .reasons import MEASURE, advice, idle_of
 
 
 class StageFacts(NamedTuple):
@@ -134,7 +134,7 @@ def _edges(plan: Any) -> list[Edge]:
 MEANINGS = {
     "What runs where": (
         "F: forward; I, W: a backward's parts for inputs and for weights, B is I + W",
-        "Times are those of one microbatch.",
+        "Times are those of one microbatch; -: none.",
         "engine: trace runs a traced program, eager runs autograd",
     ),
     "Messages of a step": (
@@ -148,10 +148,10 @@ MEANINGS = {
     ),
     "Bubble by rank": (
         "Idle time as a share of the span; the mean of all ranks is the bubble.",
-        "held up by: the stage where the chain of waits begins, for most of that time",
+        "held up by: where the chain of waits begins, for most of that time; -: no stage",
     ),
 }
-ESTIMATES = "estimates from shapes; costs=fpipe.measure_costs(...) has measured ones"
+ESTIMATES = f"estimates from shapes, good for their ratios alone; costs={MEASURE} has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
@@ -177,7 +177,7 @@ def explain(
         title = ", no targets, so no loss"
     facts = collect(pipe, params, pipe.plan(params, x, *targets, **side), costs)
     facts = replace(facts, title=facts.title + title)
-    return Explanation(facts, advice(facts.schedule, facts.costs, pipe.schedule))
+    return Explanation(facts, advice(facts.schedule, facts.costs, facts.measured, pipe.schedule))
 
 
 def _needs_targets(loss: Any) -> bool:
@@ -288,10 +288,13 @@ class Explanation:
         rows = []
         for rank, stages in sorted(facts.stages.items()):
             for one in stages:
-                took = [number(scale * costs[op][one.stage], 3) for op in "FIW"]
+                took = [
+                    number(scale * time, 3) if (time := costs[op][one.stage]) else "-"
+                    for op in "FIW"
+                ]
                 named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
                 rows.append((rank, *named, *took, facts.devices[rank], one.engine))
-        heads = [f"{op} {unit}".rstrip() for op in "FIW"]
+        heads = [Cell(f"{op} {unit}".rstrip(), f"{op}&nbsp;{unit}") for op in "FIW"]
         return ["rank", "stage", "parameters", *heads, "device", "engine"], rows
 
     def _memory(self) -> Iterator[Sequence[object]]:
@@ -308,7 +311,7 @@ class Explanation:
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
             causes = [(f"{share:.1%}", *why) for share, *why in idle_of(self.timeline, rank)]
-            for place, cause in enumerate(causes or [("-", "", "-")]):
+            for place, cause in enumerate(causes or [("-", "-", "-")]):
                 yield "" if place else rank, *cause
 
 

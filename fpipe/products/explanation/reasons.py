@@ -14,6 +14,7 @@ from ..pictures.labels import percent, size_text
 from ..search.comparison import named_alike
 
 MOST_FORWARDS = 1 << 12  #: of a schedule that is compared with all others
+MEASURE = "fpipe.measure_costs(pipe, params, x, y)"
 LEAST_GAIN = 0.02  #: of the time of a step, for advice
 #: Shares of the time that changes save, and what to change.
 Advice: TypeAlias = Iterator[tuple[float, str]]
@@ -21,7 +22,7 @@ Advice: TypeAlias = Iterator[tuple[float, str]]
 
 class Idle(NamedTuple):
     """Idle time of a rank, as a share of the span, and why; ``held_up_by`` is the stage at which
-    the waits of others for each other begin, for more than half of the time.
+    the waits of others for each other begin, for more than half of the time, or ``-``.
     """
 
     share: float
@@ -49,7 +50,7 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
     spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
     most = {why: f"stage {stage}" for (why, stage), time in first.items() if time > spent[why] / 2}
     shares = (
-        Idle(time / timeline.span, most.get(why, ""), why)
+        Idle(time / timeline.span, most.get(why, "-"), why)
         for why, time in spent.items()
         if time > 5e-4 * timeline.span
     )
@@ -57,17 +58,18 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
 
 
 def advice(
-    schedule: Schedule, costs: Costs, of_count: Callable[[int], Schedule]
+    schedule: Schedule, costs: Costs, measured: bool, of_count: Callable[[int], Schedule]
 ) -> tuple[str, ...]:
     """What to change first, as sentences.
 
-    ``of_count`` is the schedule of the pipeline for another number of microbatches.
+    ``measured`` is whether the caller has these costs, and ``of_count`` the schedule of the
+    pipeline for another number of microbatches.
     """
     timeline = schedule.simulate(costs)
     if not timeline.total:
         return ()
     found = [
-        *_balance(timeline),
+        *_balance(timeline, "costs" if measured else MEASURE),
         *_microbatches(timeline, costs, of_count),
         *_schedules(schedule, timeline, costs),
     ]
@@ -75,10 +77,10 @@ def advice(
     return tuple(text for _, text in ranked[:2])
 
 
-def _balance(timeline: Timeline) -> Advice:
+def _balance(timeline: Timeline, costs: str) -> Advice:
     """The ranks with the most work, for which others wait, and those with less than half of the
-    mean; where most ranks have the most, the one with the least; where one stage is most of what a
-    rank has above the mean, that stage.
+    mean, or the one with the least; where one stage is most of what a rank has above the mean, that
+    stage. ``costs`` is an expression of them.
     """
     busy = timeline.busy
     mean = sum(busy) / len(busy)
@@ -91,22 +93,26 @@ def _balance(timeline: Timeline) -> Advice:
         return f"rank{many} {ranks[-1]} ({busy[ranks[-1]] / mean:.2g} times the mean of all ranks)"
 
     full = [rank for rank, time in enumerate(busy) if time > 0.95 * most]
-    empty = [rank for rank, time in enumerate(busy) if time < 0.5 * mean]
+    below = max(0.5 * mean, min(busy))
+    empty = [rank for rank, time in enumerate(busy) if time <= below]
     work: defaultdict[int, float] = defaultdict(float)
     for span in timeline.of_rank(full[0]):
         work[span.action.parts[0].stage] += span.end - span.start
     alone, stage = max(zip(work.values(), work, strict=True))
     copies = ""
     if len(full) > len(busy) / 2:
-        least = named([busy.index(min(busy))])
-        text = f"Too little work is on {least}, which waits for the others: move work there"
+        text = (
+            f"Too little work is on {named(empty)}, idle while the others compute: move work there"
+        )
     else:
-        text = f"Too much work is on {named(full)}, for which the others wait: move work from there"
-        text += f" to {named(empty)}" if empty else ""
+        text = (
+            f"Too much work is on {named(full)}, for which the others wait: move work from there "
+            f"to {named(empty)}"
+        )
         if 2 * alone > most + mean:
             copies = (
                 " A stage that is one layer can have copies on several ranks, with "
-                "schedule=fpipe.auto(costs=costs, replicate=True)."
+                f"schedule=fpipe.auto(costs={costs}, replicate=True)."
             )
             if len(work) > 1:
                 text = (
@@ -117,10 +123,13 @@ def _balance(timeline: Timeline) -> Advice:
     gain = (most - mean) / timeline.total
     yield (
         gain,
-        f"{text}. That saves at most {percent(gain)} of a step. "
+        f"{text}. That saves at most {percent(gain)} of a step, and less where one layer is most "
+        "of a stage. "
         f"fpipe.balance(parts, {len(busy)}, pipe.schedule("
         f"{timeline.microbatches // timeline.slices})).cuts proposes cuts; parts is a list of "
-        f"modules, or of the costs of layers or other parts of the stages, in order.{copies}",
+        "modules, or of the costs of layers or other parts of the stages, in order. If the "
+        "cuts stay as they are, measured times of layers may cut better: fpipe.measure_costs of a "
+        f"pipeline with one stage a layer.{copies}",
     )
 
 

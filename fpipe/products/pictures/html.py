@@ -43,7 +43,7 @@ td:last-child[style*=left]{{white-space:normal!important}}
 @media(max-width:600px){{body{{padding:.75rem}}table{{font-size:13px}}th{{white-space:normal!important}}
 td,th{{padding-right:.5em!important}}*+[style*=left]{{padding-left:.5em}}
 td:first-child{{letter-spacing:-.06em;min-width:2em}}}}
-p{{white-space:pre-line}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}
+p{{white-space:pre-line;overflow-wrap:anywhere}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}
 @media(max-width:600px){{.wide{{display:none}}.narrow{{display:block}}}}</style>
 <body>{}</body></html>
 """

@@ -47,6 +47,8 @@ OPEN = (
     '<table class="fp-table" style="display:block;overflow-x:auto">'
 )
 MOST_LINES = 400  #: of text that folds
+#: such text scrolls inside its cell
+PRE = '<pre style="white-space:pre;overflow:auto;max-height:30em">'
 
 
 def draw(
@@ -297,5 +299,5 @@ def folded(text: str) -> str:
     summary, *lines = text.splitlines()
     more = f"\n... and {len(lines) - MOST_LINES} more lines" if len(lines) > MOST_LINES else ""
     shown = escape("\n".join(lines[:MOST_LINES]) + more)
-    inner = f'<summary>{escape(summary)}</summary><pre style="white-space:pre-wrap">{shown}</pre>'
+    inner = f"<summary>{escape(summary)}</summary>{PRE}{shown}</pre>"
     return f"<details>{inner}</details>"

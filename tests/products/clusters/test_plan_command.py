@@ -52,7 +52,7 @@ def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     of_first = dict(line.split(maxsplit=1) for line in lines[first + 1 : first + 6])
     assert [*of_first] == ["speed", "time", "bound", "layers", "memory"]
     assert lines[first + 6] == ""
-    assert sum(json.loads(of_first["layers"].removeprefix("by stage: "))) == 8
+    assert sum(map(int, re.findall(r"\d+(?=[,\]])", of_first["layers"]))) == 8
     assert all(re.search(r" \d+\.\d{3} +\d+$", line) for line in lines[3:6])
     assert " TFLOP/s per GPU, " in of_first["speed"]
     legend = " ".join(out.partition("\ntp: ")[2].partition("\n\n")[0].split())
@@ -71,6 +71,35 @@ def test_the_best_without_a_pipeline(capsys: pytest.CaptureFixture[str]):
     assert out.index("best without") < out.index("\ntp: "), "below the table"
     alone = printed(capsys, LINE + " --only pp=1 --top 1")
     assert f" {seconds} " in alone and "without a pipeline" not in alone
+
+
+def test_a_layout_that_leaves_memory_free_is_named(capsys: pytest.CaptureFixture[str]):
+    """The first layout filled a GPU, and no sentence led to the one below it."""
+    layouts = json.loads(printed(capsys, LINE + " --json"))["best"]
+    line = r"^first of these with 10% less memory: ([\d.]+) s, \+([\d.]+)% against"
+    [(seconds, more)] = re.findall(line, printed(capsys, LINE), re.M)
+    times, fullest = zip(
+        *((p["prediction"]["step"], max(p["prediction"]["memory"])) for p in layouts),
+        strict=True,
+    )
+    place = next(k for k, nbytes in enumerate(fullest) if nbytes < 0.9 * fullest[0])
+    assert float(seconds) == pytest.approx(times[place], abs=1e-3)
+    assert float(more) == pytest.approx(100 * (times[place] / times[0] - 1), abs=0.1)
+    assert "with 10% less memory" not in printed(capsys, LINE + " --top 1")
+
+
+def test_figures_are_said_to_be_predicted(capsys: pytest.CaptureFixture[str]):
+    assert printed(capsys, LINE).endswith(
+        "times and memory are predicted, not measured: docs/howto/plan.md says how well\n"
+    )
+
+
+def test_a_stage_of_the_head_alone_is_explained(capsys: pytest.CaptureFixture[str]):
+    """``0`` layers looked like a mistake."""
+    line = LINE + " --only pp=8 --only schedule=1F1B --memory 80GiB"
+    assert ", 0] (0: the head alone)\n" in printed(capsys, line)
+    Path("config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1000}))
+    assert "the head alone" not in printed(capsys, line)
 
 
 def test_the_widest_layouts_fit_80_columns(capsys: pytest.CaptureFixture[str]):
@@ -114,6 +143,8 @@ def test_without_out_nothing_is_written(capsys: pytest.CaptureFixture[str]):
 
 
 REFUSED = [
+    ("plan config.json", "Missing option '--model', '--gpus', '--gpu', '--tokens', '--seq'."),
+    (LINE.replace("--gpu a100", ""), "Missing option '--gpu'. Choose from: a100"),
     (
         LINE.replace("a100", "a10"),
         "'a10' is not one of 'a100', 'h100', 'h200', 'b200'",

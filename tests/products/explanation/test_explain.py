@@ -130,7 +130,7 @@ def test_idle_time_and_its_causes():
     assert timeline.total == 9
     found = [[(round(9 * share), *why) for share, *why in idle_of(timeline, r)] for r in (0, 1)]
     assert found[0] == [(3, "stage 1", "waits for the gradient of stage 1 on rank 1")]
-    assert found[1] == [(3, "", "its own span is shorter than the longest one")]
+    assert found[1] == [(3, "-", "its own span is shorter than the longest one")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
     assert first.endswith("33.3%  stage 1     waits for the gradient of stage 1 on rank 1")
@@ -155,7 +155,7 @@ def test_a_wait_names_the_stage_where_the_chain_of_waits_begins():
         "output of stage 3 on rank 3",
     ):
         assert ("stage 3", f"waits for the {waits}") in found
-    assert ("", "its own span is shorter than the longest one") in found
+    assert ("-", "its own span is shorter than the longest one") in found
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipeV", "GPipe"])
@@ -173,13 +173,33 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     costs = fpipe.Costs(F=times, I=times, W=times)
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
     said = (
-        "Too little work is on rank 0 (0.57 times the mean of all ranks), which waits for the "
-        "others: move work there. "
+        "Too little work is on rank 0 (0.57 times the mean of all ranks), idle while the others "
+        "compute: move work there. "
     )
     advice = next(text for text in page.advice if text.startswith("Too"))
     assert advice.startswith(said)
     (call,) = re.findall(r"fpipe\.balance\(.*\)\.cuts", advice)
     assert eval(call, {"fpipe": fpipe, "pipe": pipe, "parts": [1, 2, 2, 2, 1, 1]}) == (2, 3, 4)
+
+
+def uneven(costs: fpipe.Costs | None = None) -> Any:
+    """A page of which one stage has too much work, its pipeline, parameters and batch."""
+    thrice = lambda p, x: layer(p, layer(p, layer(p, x)))
+    loss = lambda y, target: (y - target).sum()
+    pipe = fpipe.pipeline([layer, thrice], loss=loss, microbatches=4, group=fpipe.local(2))
+    params, x = [torch.eye(64)] * 2, torch.ones(256, 64)
+    return pipe.explain(params, x, x, costs=costs), pipe, params, x
+
+
+@pytest.mark.parametrize("costs", [None, fpipe.Costs(F=[1, 3], I=[1, 3], W=[1, 3])])
+def test_calls_in_advice_run(costs: fpipe.Costs | None):
+    """With estimates one had ``costs=costs``, which the caller did not have."""
+    page, pipe, params, x = uneven(costs)
+    assert "move work from there to rank 0 (" in page.advice[0]
+    (call,) = re.findall(r"<code>schedule=(fpipe\.auto.*?)</code>", page._repr_html_())
+    assert ("measure_costs" in call) == (costs is None)
+    names = {"fpipe": fpipe, "pipe": pipe, "params": params, "x": x, "y": x}
+    assert eval(call, names | {"costs": costs} if costs else names) is not None
 
 
 def test_advice_names_all_overloaded_ranks_and_those_with_room():
@@ -190,7 +210,7 @@ def test_advice_names_all_overloaded_ranks_and_those_with_room():
     assert first.startswith(
         "Too much work is on ranks 0 and 1 (1.8 times the mean of all ranks), for which the others "
         "wait: move work from there to rank 4 (0.12 times the mean of all ranks). That saves at "
-        "most 40.3% of a step. "
+        "most 40.3% of a step, and less where one layer is most of a stage. "
     )
 
 
@@ -203,7 +223,7 @@ def test_of_one_big_stage_the_advice_is_to_split_or_copy_it():
     others, split = (f"{(busy - less) / total:.1%}" for less in (2 * 24, mean))
     assert page.advice[0].startswith(
         "Stage 7 on rank 3 alone takes 2.1 times the mean of all ranks: moving other stages saves "
-        f"at most {others} of a step, so split this one. That saves at most {split} of a step. "
+        f"at most {others} of a step, so split this one. That saves at most {split} of a step, and "
     )
     assert "<code>schedule=fpipe.auto(costs=costs, replicate=True)</code>." in page._repr_html_()
     copied = fpipe.auto(costs=costs, replicate=True)
@@ -319,8 +339,18 @@ def test_the_page_shows_advice_and_the_step_first_and_memory_as_a_picture():
     assert memory.count("<path") == 2 and "@" not in memory
 
 
-def test_the_page_follows_its_reader_and_fits_a_phone(tmp_path: Path, browser: Any):
-    page, _ = explained("ZBV", 4, 8)
+def test_times_of_none_are_as_in_a_profile_and_heads_stay_in_one_line():
+    """Stage 0 had ``I us 0``, and a phone broke ``F us`` but not ``I us``."""
+    page, _ = explained(costs=fpipe.Costs(F=2, I=[0, 2], W=2, unit="us"))
+    assert re.search(r" 2 +- +2 ", rows(page, "What runs where")[0])
+    assert [page._repr_html_().count(f">{op}&nbsp;us<") for op in "FIW"] == [1, 1, 1]
+    (held,) = {line.split()[-10] for line in rows(page, "Bubble by rank") if "own span" in line}
+    assert held == "-"
+
+
+@pytest.mark.parametrize("make", [partial(explained, "ZBV", 4, 8), uneven])
+def test_the_page_follows_its_reader_and_fits_a_phone(make: Any, tmp_path: Path, browser: Any):
+    page, *_ = make()
     page.save(tmp_path / "page.html")
     grounds = []
     for scheme in ("light", "dark"):

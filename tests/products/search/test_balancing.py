@@ -96,7 +96,8 @@ def test_it_shows_what_it_gains():
     text = str(fpipe.balance([0, 1, 1, 1, 1, 1, 1, 3], ranks=4))
     assert "balanced: total" in text
     assert "gain: 1.278x (1F1B, 4 ranks)" in text
-    assert len(text.splitlines()) == 1 + 4 + 3
+    assert len(text.splitlines()) == 1 + 4 + 4
+    assert "cost: as given; of a module, " in text, "6.554e+04 of what"
 
 
 def test_many_items_do_not_take_long():
