@@ -306,9 +306,9 @@ def test_heart_does_not_grow():
 
 def test_whole_does_not_grow():
     tokens, lines = PACKAGE.total("tokens"), PACKAGE.total("code_lines")
-    assert tokens <= 322_722
+    assert tokens <= 321_778
     assert tokens / lines <= 9.07
-    assert PACKAGE.total("anys") <= 489
+    assert PACKAGE.total("anys") <= 488
 
 
 #: The heart and the engine: what DESIGN calls rings 0 and 1. Shared memory and the launchers of
