@@ -45,7 +45,7 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    ideal = f"bubble {planned.bubble:.0%} with a core for each rank"
+    ideal = f"bubble {planned.bubble:.0%} at equal times of F, I, W"
     bubble = f"{ideal}; {{:.0%}} measured{sharing(s.ranks)}"
     with screen(console, title, settings.steps, bubble, planned) as show:
         largest = largest_difference(settings, conduct(settings, show))

@@ -120,14 +120,15 @@ def work(settings: Settings, wire: Connection) -> LastStep:
 
 
 def planned(schedule: Schedule, busy: float) -> Timeline:
-    """The schedule with a core for each rank, where the work of all ranks, ``busy`` seconds, is
-    spread evenly.
+    """The schedule where the work of all ranks, ``busy`` seconds, is spread evenly over ranks and
+    over F, I and W.
     """
     unit = busy / sum(schedule.simulate(per="rank").busy)
     return replace(
         schedule.simulate(Costs(F=unit, I=unit, W=unit, unit="s"), per="rank"),
-        name=f"{schedule.name}, simulated, a core for each rank",
-        note=f"The work of the step below, which takes longer{sharing(schedule.ranks)}.",
+        name=f"{schedule.name}, simulated",
+        note="The work of the step below, spread evenly over ranks and over F, I and W. The step "
+        f"takes longer{sharing(schedule.ranks)}.",
     )
 
 

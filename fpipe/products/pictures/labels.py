@@ -103,11 +103,14 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
 
 
 def figures_of(scene: Scene) -> list[str]:
-    """``bubble 12.5%, peak 4`` by rank, without what is the same for all, which the header has."""
+    """``bubble 12.5%, peak 4`` by rank, without what is the same for all, which the header has;
+    peaks also to be compared.
+    """
     rows = [
         (f"bubble {percent(lane.bubble)}", f"peak {held(lane.peak, scene)}") for lane in scene.lanes
     ]
     differ = [len({*column}) > 1 for column in zip(*rows, strict=True)]
+    differ[1] |= scene.against is not None
     return [", ".join(compress(row, differ)) for row in rows]
 
 
@@ -135,7 +138,9 @@ def notes(scene: Scene) -> list[str]:
         if earlier:
             by = time(fmean(earlier), scene)
             text = f"{counted(len(earlier), 'action')} of {len(scene.bars)} end earlier"
-            lines.insert(0, f"{text}, by {by} on average, {len(shifts) - len(earlier)} later.")
+            same = sum(bar.shift == 0 for bar in scene.bars)
+            later = f"{len(shifts) - len(earlier)} later, {same} unchanged"
+            lines.insert(0, f"{text}, by {by} on average, {later}.")
         if len(scene.lanes) == len(other.lanes) <= 16:
             lines[:0] = _ends(scene, other)
     return lines
@@ -158,7 +163,7 @@ def summary(scene: Scene, mark: str = "gap", most: int = 0) -> Iterator[str]:
     """
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene) for lane in scene.lanes]
-    if len(set(peaks)) > 1 and len(peaks) <= most:
+    if (scene.against or len(set(peaks)) > 1) and len(peaks) <= most:
         text += f", by rank: {', '.join(peaks)}"
     yield text
     if fold := scene.fold:

@@ -48,8 +48,8 @@ def test_gradients_are_those_of_one_process(
     assert largest_difference(small, [last_step]) == 1
     assert [report.number for report in wire.sent] == [0, 1, 2]
     text = page.read_text(encoding="utf-8")
-    assert f'"{small.schedule.name}, simulated, a core for each rank: 2 ranks' in text
-    assert "The work of the step below, which takes longer, as 2 ranks share 1 core." in text
+    assert f'"{small.schedule.name}, simulated: 2 ranks' in text
+    assert "spread evenly over ranks and over F, I and W. The step takes longer, as 2 ranks" in text
     even, measured = re.findall(r'"bubble","([\d.]+)%"', text)
     assert float(even) == round(100 * small.schedule.simulate(per="rank").bubble, 1)
     assert f'"{small.schedule.name}, measured: 2 ranks' in text and float(measured) > 0
@@ -140,6 +140,6 @@ def test_on_two_processes(
     assert "2 processes, 4 stages" in text and "step 4" in text
     assert "Last step compared with one process: loss and gradients are identical" in text
     assert re.search(
-        r"bubble 0% with a core for each rank; \d+% measured, as 2 ranks share 1 core", text
+        r"bubble 0% at equal times of F, I, W; \d+% measured, as 2 ranks share 1 core", text
     )
     assert (out / "timeline.html").stat().st_size > 10_000
