@@ -184,7 +184,7 @@ def said(steps: list[tuple[Run, ...]], longer: float = 0.0, free: float = 9.0, *
 
 
 OTHERS = "than the mean of the other ranks. That saves at most"
-FEWER = "Messages take 500 ms each, actions 4 s: use fewer, larger microbatches or larger stages."
+FEWER = "Messages take 0.5 s each, actions 4 s: use fewer, larger microbatches or larger stages."
 NONE = "No rank and no message keeps others waiting for 5% of a step of 10 s: what idle time "
 VERDICTS = [
     (((0, 4, 0), (0, 4, 0)), 9, (), NONE),
@@ -320,7 +320,7 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert max(map(len, text.splitlines())) <= 80
     first, named, about, _, times, *_ = (part.replace("\n", " ") for part in text.split("\n\n"))
     figures = r"measured: [\d.]+ ms, bubble [\d.]+%, whole step [\d.]+ ms simulated: "
-    assert re.match(f"The median of 1 step: {figures}", first), "what was measured comes first"
+    assert re.match(f"One step: {figures}", first), "what was measured comes first"
     assert first.endswith("% of the measured time")
     assert about.startswith("The measured time is from the start of the first action")
     assert "waiting: for messages that have not arrived" in times
@@ -417,6 +417,20 @@ def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.
     assert step.simulated.total == pytest.approx(at_once * busy, rel=0.25)
     assert f"turn: {1e3 * step.timeline.total:.4g} ms\nsimulated, ranks at once" in str(step)
     assert fpipe.measure_costs(pipe, *arguments, steps=1).comm == 0
+
+
+def test_times_to_compare_have_one_unit():
+    """A step of 13.63 ms was simulated to take 375.6 us."""
+    pipe, params, x = small()
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    step(params, x)
+    first, second = step.runs[0]
+    *events, last = first.events
+    late = last._replace(start=last.start + 5, end=last.end + 5)
+    step.runs[0] = first._replace(events=(*events, late)), second
+    figures, advice, *_ = str(step).split("\n\n")
+    assert re.findall(r"\d (\w*s)\b", figures) == ["s", "s"]
+    assert advice.startswith("Move work") and re.findall(r"\d\s(\w*s)\b", advice) == ["s"] * 3
 
 
 def test_a_profiled_step_has_the_same_bits_and_leaves_nothing_behind():
@@ -579,7 +593,7 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
     assert head.split() == ["stage", *kinds.split()]
     assert "\n\nOne process ran the ranks in turn" in str(step)
     assert ("\n-: none" in str(step)) == (name == "ZBH1"), "stage 0 has no I"
-    assert repr(step).startswith(f"Profile({name}, The median of 1 step: measured, ranks in turn: ")
+    assert repr(step).startswith(f"Profile({name}, One step: measured, ranks in turn: ")
 
 
 def test_a_profile_shows_what_preparation_took():

@@ -120,17 +120,18 @@ class Profile:
 
     @property
     def _headline(self) -> str:
-        steps = f"The median of {counted(len(self.runs), 'step')}"
+        count = len(self.runs)
+        steps = "One step" if count == 1 else f"The median of {count} steps"
         real, would = self.timeline, self.simulated
+        lasted, simulated, whole = shown(real.total, would.total, length(self._median))
         if self.in_turn:
             return (
-                f"{steps}: measured, ranks in turn: {shown(real.total)}; "
-                f"simulated, ranks at once: {shown(would.total)}, bubble {would.bubble:.1%}"
+                f"{steps}: measured, ranks in turn: {lasted}; "
+                f"simulated, ranks at once: {simulated}, bubble {would.bubble:.1%}"
             )
         return (
-            f"{steps}: measured: {shown(real.total)}, bubble {real.bubble:.1%}, whole step "
-            f"{shown(length(self._median))}; simulated: {shown(would.total)}, "
-            f"{would.total / real.total:.1%} of the measured time"
+            f"{steps}: measured: {lasted}, bubble {real.bubble:.1%}, whole step {whole}; "
+            f"simulated: {simulated}, {would.total / real.total:.1%} of the measured time"
         )
 
     @property
