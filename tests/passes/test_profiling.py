@@ -177,10 +177,10 @@ def ran(rank: int, start: float, computes: float, pause: float = 0.0) -> Run:
 
 
 def said(steps: list[tuple[Run, ...]], longer: float = 0.0, free: float = 9.0, *busy: float) -> str:
-    """The verdict on steps of 10, of which 9 are simulated, with actions of these times."""
+    """The lines of the verdict on steps of 10, of which 9 are simulated, with actions so long."""
     price = Costs(F=busy or 4, comm=9 - sum(busy or (4, 4)), unit="s")
     would = fpipe.Schedule.parse("[0F0]\n[1F0]").simulate(price)
-    return verdict(steps, 10 + longer, would, free, 0.5)
+    return "\n".join(verdict(steps, 10 + longer, would, free, 0.5))
 
 
 OTHERS = "than the mean of the other ranks. That saves at most"
@@ -226,6 +226,18 @@ def test_what_could_save_most_is_named(
     assert said([runs] * 3, 0, free, *busy).startswith(words)
     usual = ran(0, 0, 4), ran(1, 0, 4)
     assert said([*[runs] * 4, usual], 0, free, *busy) == said([runs], 0, free, *busy)
+
+
+def test_the_two_causes_that_cost_most_are_named():
+    """A rank with most of the layers was not named where messages took longer."""
+    runs = ran(0, 0, 4), ran(1, 0, 4)
+    late = ran(0, 0, 4), ran(1, 2, 4)
+    messages, work = said([runs], 0, 6, 2, 6).splitlines()
+    assert messages == f"{FEWER} That saves at most 30% of a step of 10 s."
+    assert work.startswith("Move work from rank 1 ") and "at most 20% of a step" in work
+    assert said([runs], 0, 8.9, 2, 6) == work, "1% is not named"
+    work, messages = said([late], 0, 7.2, 2, 6).splitlines()
+    assert messages.endswith(" 18% of a step of 10 s."), "not the rank that is late for 10%"
 
 
 def test_a_rank_that_is_late_in_some_steps_is_not_named():
@@ -428,9 +440,10 @@ def test_times_to_compare_have_one_unit():
     *events, last = first.events
     late = last._replace(start=last.start + 5, end=last.end + 5)
     step.runs[0] = first._replace(events=(*events, late)), second
-    figures, advice, *_ = str(step).split("\n\n")
-    assert re.findall(r"\d (\w*s)\b", figures) == ["s", "s"]
-    assert advice.startswith("Move work") and re.findall(r"\d\s(\w*s)\b", advice) == ["s"] * 3
+    text = str(step)
+    assert re.findall(r"\d (\w*s)\b", text.partition("\n\n")[0]) == ["s", "s"]
+    _, work, _ = re.split("(?s)(Move work.*?) fpipe", " ".join(text.split()))
+    assert re.findall(r"\d (\w*s)\b", work) == ["s"] * 3
 
 
 def test_a_profiled_step_has_the_same_bits_and_leaves_nothing_behind():

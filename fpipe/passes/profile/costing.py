@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest
 from operator import add, itemgetter
 from statistics import fmean, median, median_low
 from typing import NamedTuple
@@ -286,8 +287,8 @@ def _delays(steps: Sequence[Sequence[Run]]) -> Iterator[tuple[float, str]]:
 
 def verdict(
     steps: Sequence[Sequence[Run]], took: float, would: Timeline, free: float, message: float
-) -> str:
-    """What to mend, as sentences: the cause that costs most of a step, or that times vary.
+) -> Iterator[str]:
+    """What to mend: of the causes that cost 5% of a step the two largest; or that times vary.
 
     ``took`` is the measured time of the step that ``would`` simulates, ``free`` the simulated one
     without messages, ``message`` the time of one. Delays of ranks count as far as steps are longer
@@ -299,10 +300,11 @@ def verdict(
     delay = max((by for by, *_ in causes), default=0.0)
     if steps and max(whole / lengths[0], (took - delay) / would.total) > _MOST:
         *times, simulated = shown(lengths[0], lengths[-1], would.total)
-        return (
+        yield (
             f"A step took {' to '.join(dict.fromkeys(times))}, in the simulation {simulated}: "
             "times vary, as with other programs or too few cores. Measure again."
         )
+        return
     most, mean = max(would.busy), fmean(would.busy)
     rank = would.busy.index(most)
     highest, usual, total, _ = shown(most, mean, whole, took)
@@ -322,10 +324,12 @@ def verdict(
         f"Messages take {sending} each, actions {action}: use fewer, larger microbatches or "
         "larger stages. That"
     )
-    gain, words, more = max(*causes, (most - mean, work, cut), (would.total - free, sent, ""))
-    if gain < _LEAST * whole:
-        return (
+    causes += (most - mean, work, cut), (would.total - free, sent, "")
+    found = nlargest(2, (cause for cause in causes if cause[0] >= _LEAST * whole))
+    for gain, words, more in found:
+        yield f"{words} saves at most {gain / whole:.0%} of a {step}.{more}"
+    if not found:
+        yield (
             f"No rank and no message keeps others waiting for {_LEAST:.0%} of a {step}: what idle "
             "time there is depends on the schedule and the number of microbatches."
         )
-    return f"{words} saves at most {gain / whole:.0%} of a {step}.{more}"

@@ -251,7 +251,7 @@ class Profile:
                 )
             free = self.simulate(replace(self._price, comm=0.0, send=0.0, receive=0.0)).total
             message = sum(self._message[1:])
-            yield verdict(steps, self.timeline.total, self.simulated, free, message)
+            yield from verdict(steps, self.timeline.total, self.simulated, free, message)
 
     @property
     def _message(self) -> list[float]:
