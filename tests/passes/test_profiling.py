@@ -352,7 +352,7 @@ def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Pa
     trace = on_processes[1] / "naps.json"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert named == ["naps, simulated", "naps, measured"]
+    assert named == ["naps, measured", "naps, simulated"]
 
 
 # ---- in one process ----
@@ -370,11 +370,11 @@ def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Ten
 @pytest.mark.parametrize(
     ("in_turn", "drawn"),
     [
-        (False, ["small, simulated", "small, measured"]),
+        (False, ["small, measured", "small, simulated"]),
         (True, ["small, simulated, ranks at once"]),
     ],
 )
-def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: list[str]):
+def test_a_profile_is_plotted_with_its_simulation_below(in_turn: bool, drawn: list[str]):
     """Ranks that ran in turn waited for the turns of others: only their simulation is drawn."""
     pipe, params, x = small()
     step = fpipe.profile(fpipe.value_and_grad(pipe), name="small")

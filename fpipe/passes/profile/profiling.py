@@ -137,7 +137,7 @@ class Profile:
     @property
     def _drawn(self) -> list[Timeline]:
         """Of ranks in turn the simulation alone: their waiting is for the turns of others."""
-        return [self.simulated, self.timeline][: 2 - self.in_turn]
+        return [self.timeline, self.simulated][self.in_turn :]
 
     # ---- figures ----
     @property
@@ -195,8 +195,8 @@ class Profile:
         return simulate_rows(inspect_rows(rows), price, self._called(name))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture of the simulated step over the measured one, of ranks in turn of the
-        former alone, with what to mend: see ``Timeline.save``.
+        """Write a picture of the measured step over the simulated one, of ranks in turn of the
+        latter alone, with what to mend: see ``Timeline.save``.
         """
         first, *rest = self._drawn
         noted = replace(first, note=" ".join(self._verdict))
