@@ -177,14 +177,14 @@ def ran(rank: int, start: float, computes: float, pause: float = 0.0) -> Run:
 
 
 def said(steps: list[tuple[Run, ...]], longer: float = 0.0, free: float = 9.0, *busy: float) -> str:
-    """The verdict on steps of 10, of which 9 are simulated, with actions of these times."""
+    """The lines of the verdict on steps of 10, of which 9 are simulated, with actions so long."""
     price = Costs(F=busy or 4, comm=9 - sum(busy or (4, 4)), unit="s")
     would = fpipe.Schedule.parse("[0F0]\n[1F0]").simulate(price)
-    return verdict(steps, 10 + longer, would, free, 0.5)
+    return "\n".join(verdict(steps, 10 + longer, would, free, 0.5))
 
 
 OTHERS = "than the mean of the other ranks. That saves at most"
-FEWER = "Messages take 500 ms each, actions 4 s: use fewer, larger microbatches or larger stages."
+FEWER = "Messages take 0.5 s each, actions 4 s: use fewer, larger microbatches or larger stages."
 NONE = "No rank and no message keeps others waiting for 5% of a step of 10 s: what idle time "
 VERDICTS = [
     (((0, 4, 0), (0, 4, 0)), 9, (), NONE),
@@ -226,6 +226,18 @@ def test_what_could_save_most_is_named(
     assert said([runs] * 3, 0, free, *busy).startswith(words)
     usual = ran(0, 0, 4), ran(1, 0, 4)
     assert said([*[runs] * 4, usual], 0, free, *busy) == said([runs], 0, free, *busy)
+
+
+def test_the_two_causes_that_cost_most_are_named():
+    """A rank with most of the layers was not named where messages took longer."""
+    runs = ran(0, 0, 4), ran(1, 0, 4)
+    late = ran(0, 0, 4), ran(1, 2, 4)
+    messages, work = said([runs], 0, 6, 2, 6).splitlines()
+    assert messages == f"{FEWER} That saves at most 30% of a step of 10 s."
+    assert work.startswith("Move work from rank 1 ") and "at most 20% of a step" in work
+    assert said([runs], 0, 8.9, 2, 6) == work, "1% is not named"
+    work, messages = said([late], 0, 7.2, 2, 6).splitlines()
+    assert messages.endswith(" 18% of a step of 10 s."), "not the rank that is late for 10%"
 
 
 def test_a_rank_that_is_late_in_some_steps_is_not_named():
@@ -320,7 +332,7 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert max(map(len, text.splitlines())) <= 80
     first, named, about, _, times, *_ = (part.replace("\n", " ") for part in text.split("\n\n"))
     figures = r"measured: [\d.]+ ms, bubble [\d.]+%, whole step [\d.]+ ms simulated: "
-    assert re.match(f"The median of 1 step: {figures}", first), "what was measured comes first"
+    assert re.match(f"One step: {figures}", first), "what was measured comes first"
     assert first.endswith("% of the measured time")
     assert about.startswith("The measured time is from the start of the first action")
     assert "waiting: for messages that have not arrived" in times
@@ -340,7 +352,7 @@ def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Pa
     trace = on_processes[1] / "naps.json"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert named == ["naps, simulated", "naps, measured"]
+    assert named == ["naps, measured", "naps, simulated"]
 
 
 # ---- in one process ----
@@ -358,11 +370,11 @@ def small(microbatches: int = 4, name: str = "ZBV") -> tuple[Any, list[torch.Ten
 @pytest.mark.parametrize(
     ("in_turn", "drawn"),
     [
-        (False, ["small, simulated", "small, measured"]),
+        (False, ["small, measured", "small, simulated"]),
         (True, ["small, simulated, ranks at once"]),
     ],
 )
-def test_a_profile_is_plotted_with_its_simulation_above(in_turn: bool, drawn: list[str]):
+def test_a_profile_is_plotted_with_its_simulation_below(in_turn: bool, drawn: list[str]):
     """Ranks that ran in turn waited for the turns of others: only their simulation is drawn."""
     pipe, params, x = small()
     step = fpipe.profile(fpipe.value_and_grad(pipe), name="small")
@@ -417,6 +429,21 @@ def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.
     assert step.simulated.total == pytest.approx(at_once * busy, rel=0.25)
     assert f"turn: {1e3 * step.timeline.total:.4g} ms\nsimulated, ranks at once" in str(step)
     assert fpipe.measure_costs(pipe, *arguments, steps=1).comm == 0
+
+
+def test_times_to_compare_have_one_unit():
+    """A step of 13.63 ms was simulated to take 375.6 us."""
+    pipe, params, x = small()
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    step(params, x)
+    first, second = step.runs[0]
+    *events, last = first.events
+    late = last._replace(start=last.start + 5, end=last.end + 5)
+    step.runs[0] = first._replace(events=(*events, late)), second
+    text = str(step)
+    assert re.findall(r"\d (\w*s)\b", text.partition("\n\n")[0]) == ["s", "s"]
+    _, work, _ = re.split("(?s)(Move work.*?) fpipe", " ".join(text.split()))
+    assert re.findall(r"\d (\w*s)\b", work) == ["s"] * 3
 
 
 def test_a_profiled_step_has_the_same_bits_and_leaves_nothing_behind():
@@ -579,7 +606,7 @@ def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
     assert head.split() == ["stage", *kinds.split()]
     assert "\n\nOne process ran the ranks in turn" in str(step)
     assert ("\n-: none" in str(step)) == (name == "ZBH1"), "stage 0 has no I"
-    assert repr(step).startswith(f"Profile({name}, The median of 1 step: measured, ranks in turn: ")
+    assert repr(step).startswith(f"Profile({name}, One step: measured, ranks in turn: ")
 
 
 def test_a_profile_shows_what_preparation_took():

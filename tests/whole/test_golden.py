@@ -86,9 +86,8 @@ def test_pictures_of_a_profile(golden: Golden):
     )
     timeline = fpipe.make_schedule("ZBV", 4, 8).simulate(costs)
     page = (ROOT / "docs" / "howto" / "notebooks.md").read_text(encoding="utf-8")
-    assert (
-        f"simulated, ranks at once: {timeline.total:.1f} us, bubble {timeline.bubble:.1%}" in page
-    )
+    total = f"{timeline.total / 1000:.4f} ms"
+    assert f"simulated, ranks at once: {total}, bubble {timeline.bubble:.1%}" in page
     times = zip(*(getattr(costs, op) for op in "FIW"), strict=True)
     for stage, row in enumerate(times):
         cells = (f"{time:.1f}" if time else "-" for time in row)

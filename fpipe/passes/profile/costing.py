@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest
 from operator import add, itemgetter
 from statistics import fmean, median, median_low
 from typing import NamedTuple
@@ -62,14 +63,14 @@ _LEAST = 0.05  #: of a step, for a cause to be named
 _MOST = 2.0  #: times the fastest step, or the simulated one, for measured times to be trusted
 
 
-def shown(time: float) -> str:
-    """A time in seconds, as in pictures.
+def shown(*times: float) -> list[str]:
+    """Times in seconds, all in the unit in which pictures show the longest.
 
-    >>> shown(0.0123456), shown(0.0001051)
-    ('12.35 ms', '105.1 us')
+    >>> shown(0.0123456, 0.0001051), shown(0.0001051)
+    (['12.35 ms', '0.1051 ms'], ['105.1 us'])
     """
-    unit, scale = readable(time)
-    return f"{number(scale * time)} {unit}"
+    unit, scale = readable(max(times))
+    return [f"{number(scale * time)} {unit}" for time in times]
 
 
 def table(
@@ -281,13 +282,13 @@ def _delays(steps: Sequence[Sequence[Run]]) -> Iterator[tuple[float, str]]:
         for rank, found in excess.items():
             by = median(found)
             if sorted(found)[len(found) // 4] > 0:
-                yield by, f"{words.format(rank, shown(by))} than the mean of the other ranks. That"
+                yield by, f"{words.format(rank, *shown(by))} than the mean of the other ranks. That"
 
 
 def verdict(
     steps: Sequence[Sequence[Run]], took: float, would: Timeline, free: float, message: float
-) -> str:
-    """What to mend, as sentences: the cause that costs most of a step, or that times vary.
+) -> Iterator[str]:
+    """What to mend: of the causes that cost 5% of a step the two largest; or that times vary.
 
     ``took`` is the measured time of the step that ``would`` simulates, ``free`` the simulated one
     without messages, ``message`` the time of one. Delays of ranks count as far as steps are longer
@@ -295,36 +296,40 @@ def verdict(
     """
     lengths = sorted(map(length, steps)) or [would.total]
     whole = median_low(lengths)
-    step = f"{'step' if steps else 'simulated step'} of {shown(whole)}"
     causes = [(min(by, whole - would.total), words, "") for by, words in _delays(steps)]
     delay = max((by for by, *_ in causes), default=0.0)
     if steps and max(whole / lengths[0], (took - delay) / would.total) > _MOST:
-        times = " to ".join(dict.fromkeys(map(shown, (lengths[0], lengths[-1]))))
-        return (
-            f"A step took {times}, in the simulation {shown(would.total)}: times vary, as with "
-            "other programs or too few cores. Measure again."
+        *times, simulated = shown(lengths[0], lengths[-1], would.total)
+        yield (
+            f"A step took {' to '.join(dict.fromkeys(times))}, in the simulation {simulated}: "
+            "times vary, as with other programs or too few cores. Measure again."
         )
+        return
     most, mean = max(would.busy), fmean(would.busy)
     rank = would.busy.index(most)
+    highest, usual, total, _ = shown(most, mean, whole, took)
+    step = f"{'step' if steps else 'simulated step'} of {total}"
     longest = max(would.of_rank(rank), key=lambda span: span.end - span.start).action.parts[0]
     work = (
-        f"Move work from rank {rank} to other ranks: by median times it computes {shown(most)}, "
-        f"longest in stage {longest.stage}, and a rank on average {shown(mean)}. An even split"
+        f"Move work from rank {rank} to other ranks: by median times it computes {highest}, "
+        f"longest in stage {longest.stage}, and a rank on average {usual}. An even split"
     )
     cut = (
         f" fpipe.balance(times, {would.ranks}, pipe.schedule("
         f"{would.microbatches // would.slices})).cuts proposes cuts; times is a list of those of "
         "layers or other parts of the stages, in order."
     )
-    action = median(span.end - span.start for span in would)
+    sending, action = shown(message, median(span.end - span.start for span in would))
     sent = (
-        f"Messages take {shown(message)} each, actions {shown(action)}: use fewer, larger "
-        "microbatches or larger stages. That"
+        f"Messages take {sending} each, actions {action}: use fewer, larger microbatches or "
+        "larger stages. That"
     )
-    gain, words, more = max(*causes, (most - mean, work, cut), (would.total - free, sent, ""))
-    if gain < _LEAST * whole:
-        return (
+    causes += (most - mean, work, cut), (would.total - free, sent, "")
+    found = nlargest(2, (cause for cause in causes if cause[0] >= _LEAST * whole))
+    for gain, words, more in found:
+        yield f"{words} saves at most {gain / whole:.0%} of a {step}.{more}"
+    if not found:
+        yield (
             f"No rank and no message keeps others waiting for {_LEAST:.0%} of a {step}: what idle "
             "time there is depends on the schedule and the number of microbatches."
         )
-    return f"{words} saves at most {gain / whole:.0%} of a {step}.{more}"

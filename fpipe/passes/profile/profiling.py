@@ -120,23 +120,24 @@ class Profile:
 
     @property
     def _headline(self) -> str:
-        steps = f"The median of {counted(len(self.runs), 'step')}"
+        count = len(self.runs)
+        steps = "One step" if count == 1 else f"The median of {count} steps"
         real, would = self.timeline, self.simulated
+        lasted, simulated, whole = shown(real.total, would.total, length(self._median))
         if self.in_turn:
             return (
-                f"{steps}: measured, ranks in turn: {shown(real.total)}; "
-                f"simulated, ranks at once: {shown(would.total)}, bubble {would.bubble:.1%}"
+                f"{steps}: measured, ranks in turn: {lasted}; "
+                f"simulated, ranks at once: {simulated}, bubble {would.bubble:.1%}"
             )
         return (
-            f"{steps}: measured: {shown(real.total)}, bubble {real.bubble:.1%}, whole step "
-            f"{shown(length(self._median))}; simulated: {shown(would.total)}, "
-            f"{would.total / real.total:.1%} of the measured time"
+            f"{steps}: measured: {lasted}, bubble {real.bubble:.1%}, whole step {whole}; "
+            f"simulated: {simulated}, {would.total / real.total:.1%} of the measured time"
         )
 
     @property
     def _drawn(self) -> list[Timeline]:
         """Of ranks in turn the simulation alone: their waiting is for the turns of others."""
-        return [self.simulated, self.timeline][: 2 - self.in_turn]
+        return [self.timeline, self.simulated][self.in_turn :]
 
     # ---- figures ----
     @property
@@ -194,8 +195,8 @@ class Profile:
         return simulate_rows(inspect_rows(rows), price, self._called(name))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture of the simulated step over the measured one, of ranks in turn of the
-        former alone, with what to mend: see ``Timeline.save``.
+        """Write a picture of the measured step over the simulated one, of ranks in turn of the
+        latter alone, with what to mend: see ``Timeline.save``.
         """
         first, *rest = self._drawn
         noted = replace(first, note=" ".join(self._verdict))
@@ -250,7 +251,7 @@ class Profile:
                 )
             free = self.simulate(replace(self._price, comm=0.0, send=0.0, receive=0.0)).total
             message = sum(self._message[1:])
-            yield verdict(steps, self.timeline.total, self.simulated, free, message)
+            yield from verdict(steps, self.timeline.total, self.simulated, free, message)
 
     @property
     def _message(self) -> list[float]:

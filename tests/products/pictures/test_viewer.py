@@ -614,15 +614,16 @@ def test_a_timeline_of_one_action_can_be_viewed(view: Open):
     assert "start 0 ms, end 2 ms" in hover(page, "0F0")
 
 
-def test_on_a_phone_the_notes_fold_below_the_first_one(view: Open):
-    """All of them folded, also what a profile says to mend."""
+def test_on_a_phone_the_notes_of_the_first_timeline_stay(view: Open):
+    """All of them folded, also what a profile says to mend; then the causes of its bubble."""
     noted = replace(make_schedule("1F1B", 4, 8).simulate(), note="Rank 0 computes longer.")
     page = view(noted)
     shown = lambda: [one.is_visible() for one in page.locator("#figures p").all()]
     assert shown() == [True, True, True] and not page.locator("#more").is_visible()
     page.set_viewport_size({"width": 390, "height": 844})
-    assert shown() == [True, False, False] and not page.locator("#messages").is_visible()
-    assert page.locator("#figures p").first.inner_text() == "Rank 0 computes longer."
+    assert shown() == [True, True, False] and not page.locator("#messages").is_visible()
+    note, causes = page.locator("#figures p:visible").all_inner_texts()
+    assert note == "Rank 0 computes longer." and causes.startswith("Bubble by cause: warm-up ")
     page.click("#more")
     assert shown() == [True, True, True] and page.locator("#messages").is_visible()
     assert page.get_attribute("#more", "aria-expanded") == "true"
@@ -636,7 +637,7 @@ def test_on_a_phone_no_line_of_the_head_is_cut(view: Open):
     page.set_viewport_size({"width": 390, "height": 844})
     page.evaluate("() => fpipe.paint()")
     shown = [one.is_visible() for one in page.locator("#figures p").all()]
-    assert shown == [True, *[False] * (len(shown) - 1)]
+    assert shown == [True, True, *[False] * (len(shown) - 2)]
     sizes = "((box) => [box.scrollHeight, box.clientHeight])(document.getElementById('{}'))"
     for part in ("figures", "legend") * 2:
         high, seen = page.evaluate(sizes.format(part))
