@@ -16,6 +16,7 @@ from ..search.comparison import named_alike
 MOST_FORWARDS = 1 << 12  #: of a schedule that is compared with all others
 MEASURE = "fpipe.measure_costs(pipe, params, x, y)"
 LEAST_GAIN = 0.02  #: of the time of a step, for advice
+MOST_MEMORY = 2.0  #: of a schedule to change to, in that of this one
 #: Shares of the time that changes save, and what to change.
 Advice: TypeAlias = Iterator[tuple[float, str]]
 
@@ -151,7 +152,9 @@ def _microbatches(timeline: Timeline, costs: Costs, of_count: Callable[[int], Sc
 
 
 def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
-    """The named schedule for these ranks and stages that ends first."""
+    """The named schedule for these ranks and stages that ends first, of those without much more
+    memory.
+    """
     if schedule.stages * schedule.microbatches > MOST_FORWARDS or schedule.slices > 1:
         return
     limit = max(timeline.peak_bytes)
@@ -160,7 +163,7 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
         simulated = other.simulate(costs)
         loss = simulated.total / timeline.total - 1
         peak = max(simulated.peak_bytes)
-        if -loss >= LEAST_GAIN:
+        if -loss >= LEAST_GAIN and peak <= MOST_MEMORY * limit:
             found.append((peak > limit * (1 + 1e-9), loss, peak, len(found), name))
     if found:
         _, loss, peak, _, name = min(found)
