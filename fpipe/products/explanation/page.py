@@ -154,6 +154,8 @@ MEANINGS = {
 ESTIMATES = f"estimates from shapes, good for their ratios alone; costs={MEASURE} has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
+#: with line ends, and within its cell
+PARAGRAPH = '<p style="white-space:pre-line;overflow-wrap:anywhere">'
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
 
@@ -223,7 +225,8 @@ class Explanation:
 
     def __str__(self) -> str:
         parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
-        parts += [fill(line, 80, subsequent_indent="   ") for line in self._advice]
+        for text in self._advice:
+            parts += [fill(line, 80, subsequent_indent="   ") for line in text.splitlines()]
         for title, (head, rows) in self._tables.items():
             parts += [f"\n{title}", *MEANINGS[title], *aligned([head, *rows])]
         return "\n".join(parts)
@@ -236,7 +239,7 @@ class Explanation:
             [
                 f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
                 "<h3>What to change first</h3>",
-                *(f"<p>{pictures.with_code(line)}</p>" for line in self._advice),
+                *(f"{PARAGRAPH}{pictures.with_code(text)}</p>" for text in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(
                     f"<h3>{t}</h3><p>{'<br>'.join(MEANINGS[t])}</p>{pictures.table(*rows)}"
@@ -261,7 +264,8 @@ class Explanation:
     def _advice(self) -> list[str]:
         if not self.advice:
             return ["Nothing stands out: no change that is known here saves 2% of a step."]
-        return [f"{place}. {text}" for place, text in enumerate(self.advice, 1)]
+        numbered = (f"{place}. {text}" for place, text in enumerate(self.advice, 1))
+        return [text.replace("\n", "\n   ") for text in numbered]
 
     @property
     def _tables(self) -> dict[str, Table]:
