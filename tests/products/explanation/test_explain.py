@@ -384,6 +384,18 @@ def test_the_page_follows_its_reader_and_fits_a_phone(make: Any, tmp_path: Path,
     assert grounds == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]
 
 
+def test_the_cell_of_a_notebook_fits_a_phone(tmp_path: Path, browser: Any):
+    """A call made it 438 pixels wide, and its tables showed the beginning of each cause alone."""
+    page, *_ = uneven()
+    viewport = '<!doctype html><meta name="viewport" content="width=device-width">'
+    (tmp_path / "cell.html").write_text(viewport + page._repr_html_(), encoding="utf-8")
+    view = browser.new_page(viewport={"width": 390, "height": 800})
+    view.goto((tmp_path / "cell.html").as_uri())
+    assert view.evaluate("document.documentElement.scrollWidth") == 390
+    tables = "[...document.querySelectorAll('table')].map(t => t.scrollWidth <= t.clientWidth)"
+    assert view.evaluate(tables)[1:] == [True] * 3
+
+
 class Tags(HTMLParser):
     """Which elements are open at the end of a page."""
 
