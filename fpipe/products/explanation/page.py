@@ -139,7 +139,7 @@ MEANINGS = {
     ),
     "Messages of a step": (
         "forward: the output of a stage; backward: the gradient of its input",
-        "Equal messages are one row; 0-2: its least and its greatest rank or stage",
+        "Equal messages are one row, with the ranks of its first and its last stage.",
         "messages: those of one stage",
     ),
     "Memory against time": (
@@ -269,12 +269,14 @@ class Explanation:
 
     @property
     def _tables(self) -> dict[str, Table]:
-        edge = "from", "to", "of stage", "direction", "messages", "bytes of one"
+        edge = "direction", "of stage", "from rank to rank", "messages", "bytes of one"
         messages = []
         for (count, nbytes, direction), edges in groupby(self.facts.edges, lambda e: e[:3]):
-            ends = ({min(n), max(n)} for n in [*zip(*edges, strict=True)][3:])
-            ranges = ("-".join(map(str, sorted(pair))) for pair in ends)
-            messages.append((*ranges, direction, count, size_text(nbytes / count)))
+            by_stage = sorted(edges, key=lambda e: (e.stage, e.rank))
+            ends = by_stage[:: len(by_stage) - 1 or 1]  # the first and the last one
+            stages = "-".join(dict.fromkeys(str(e.stage) for e in ends))
+            ranks = " ... ".join(f"{e.rank} to {e.to}" for e in ends)
+            messages.append((direction, stages, ranks, count, size_text(nbytes / count)))
         held = Cell("activations, @ the most", "activations over the step")
         memory = "rank", held, "peak, at % of step", "all but parameters, batch"
         return {
