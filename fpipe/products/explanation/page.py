@@ -139,7 +139,7 @@ MEANINGS = {
     ),
     "Messages of a step": (
         "forward: the output of a stage; backward: the gradient of its input",
-        "Equal messages are one row; 0-2: its least and its greatest rank or stage",
+        "Equal messages are one row, with the ranks of its first and its last stage.",
         "messages: those of one stage",
     ),
     "Memory against time": (
@@ -154,6 +154,8 @@ MEANINGS = {
 ESTIMATES = f"estimates from shapes, good for their ratios alone; costs={MEASURE} has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
+#: with line ends, and within its cell
+PARAGRAPH = '<p style="white-space:pre-line;overflow-wrap:anywhere">'
 Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
 
 
@@ -223,7 +225,8 @@ class Explanation:
 
     def __str__(self) -> str:
         parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
-        parts += [fill(line, 80, subsequent_indent="   ") for line in self._advice]
+        for text in self._advice:
+            parts += [fill(line, 80, subsequent_indent="   ") for line in text.splitlines()]
         for title, (head, rows) in self._tables.items():
             parts += [f"\n{title}", *MEANINGS[title], *aligned([head, *rows])]
         return "\n".join(parts)
@@ -236,7 +239,7 @@ class Explanation:
             [
                 f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
                 "<h3>What to change first</h3>",
-                *(f"<p>{pictures.with_code(line)}</p>" for line in self._advice),
+                *(f"{PARAGRAPH}{pictures.with_code(text)}</p>" for text in self._advice),
                 pictures.figure(self.timeline, titled=False, unit="bytes"),
                 *(
                     f"<h3>{t}</h3><p>{'<br>'.join(MEANINGS[t])}</p>{pictures.table(*rows)}"
@@ -261,16 +264,19 @@ class Explanation:
     def _advice(self) -> list[str]:
         if not self.advice:
             return ["Nothing stands out: no change that is known here saves 2% of a step."]
-        return [f"{place}. {text}" for place, text in enumerate(self.advice, 1)]
+        numbered = (f"{place}. {text}" for place, text in enumerate(self.advice, 1))
+        return [text.replace("\n", "\n   ") for text in numbered]
 
     @property
     def _tables(self) -> dict[str, Table]:
-        edge = "from", "to", "of stage", "direction", "messages", "bytes of one"
+        edge = "direction", "of stage", "from rank to rank", "messages", "bytes of one"
         messages = []
         for (count, nbytes, direction), edges in groupby(self.facts.edges, lambda e: e[:3]):
-            ends = ({min(n), max(n)} for n in [*zip(*edges, strict=True)][3:])
-            ranges = ("-".join(map(str, sorted(pair))) for pair in ends)
-            messages.append((*ranges, direction, count, size_text(nbytes / count)))
+            by_stage = sorted(edges, key=lambda e: (e.stage, e.rank))
+            ends = by_stage[:: len(by_stage) - 1 or 1]  # the first and the last one
+            stages = "-".join(dict.fromkeys(str(e.stage) for e in ends))
+            ranks = " ... ".join(f"{e.rank} to {e.to}" for e in ends)
+            messages.append((direction, stages, ranks, count, size_text(nbytes / count)))
         held = Cell("activations, @ the most", "activations over the step")
         memory = "rank", held, "peak, at % of step", "all but parameters, batch"
         return {

@@ -16,6 +16,7 @@ from ..search.comparison import named_alike
 MOST_FORWARDS = 1 << 12  #: of a schedule that is compared with all others
 MEASURE = "fpipe.measure_costs(pipe, params, x, y)"
 LEAST_GAIN = 0.02  #: of the time of a step, for advice
+MOST_MEMORY = 2.0  #: of a schedule to change to, in that of this one
 #: Shares of the time that changes save, and what to change.
 Advice: TypeAlias = Iterator[tuple[float, str]]
 
@@ -90,7 +91,7 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
 
     def named(ranks: Sequence[int]) -> str:
         many = f"s {', '.join(map(str, ranks[:-1]))} and" * (len(ranks) > 1)
-        return f"rank{many} {ranks[-1]} ({busy[ranks[-1]] / mean:.2g} times the mean of all ranks)"
+        return f"rank{many} {ranks[-1]} ({busy[ranks[-1]] / mean:.2g} times the mean work)"
 
     full = [rank for rank, time in enumerate(busy) if time > 0.95 * most]
     below = max(0.5 * mean, min(busy))
@@ -101,35 +102,31 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
     alone, stage = max(zip(work.values(), work, strict=True))
     copies = ""
     if len(full) > len(busy) / 2:
-        text = (
-            f"Too little work is on {named(empty)}, idle while the others compute: move work there"
-        )
+        text = f"Move work to {named(empty)}, idle while the others compute"
     else:
-        text = (
-            f"Too much work is on {named(full)}, for which the others wait: move work from there "
-            f"to {named(empty)}"
-        )
+        text = f"Move work from {named(full)}, for which the others wait, to {named(empty)}"
         if 2 * alone > most + mean:
             copies = (
-                " A stage that is one layer can have copies on several ranks, with "
+                "\nA stage that is one layer can have copies on several ranks, with "
                 f"schedule=fpipe.auto(costs={costs}, replicate=True)."
             )
             if len(work) > 1:
                 text = (
-                    f"Stage {stage} on rank {full[0]} alone takes {alone / mean:.2g} times the "
-                    "mean of all ranks: moving other stages saves at most "
-                    f"{percent((most - alone) / timeline.total)} of a step, so split this one"
+                    f"Split stage {stage} on rank {full[0]}, alone {alone / mean:.2g} times the "
+                    "mean work of a rank: moving other stages saves at most "
+                    f"{percent((most - alone) / timeline.total)} of a step"
                 )
+    measure = (
+        " Measured costs of layers may cut better: fpipe.measure_costs of a pipeline with one "
+        "stage a layer."
+    ) * (costs == MEASURE)
     gain = (most - mean) / timeline.total
     yield (
         gain,
-        f"{text}. That saves at most {percent(gain)} of a step, and less where one layer is most "
-        "of a stage. "
+        f"{text}. An even split saves at most {percent(gain)} of a step.\n"
         f"fpipe.balance(parts, {len(busy)}, pipe.schedule("
-        f"{timeline.microbatches // timeline.slices})).cuts proposes cuts; parts is a list of "
-        "modules, or of the costs of layers or other parts of the stages, in order. If the "
-        "cuts stay as they are, measured times of layers may cut better: fpipe.measure_costs of a "
-        f"pipeline with one stage a layer.{copies}",
+        f"{timeline.microbatches // timeline.slices})).cuts proposes cuts of parts: modules, or "
+        f"costs of layers, in order.{measure}{copies}",
     )
 
 
@@ -151,7 +148,9 @@ def _microbatches(timeline: Timeline, costs: Costs, of_count: Callable[[int], Sc
 
 
 def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
-    """The named schedule for these ranks and stages that ends first."""
+    """The named schedule for these ranks and stages that ends first, of those without much more
+    memory.
+    """
     if schedule.stages * schedule.microbatches > MOST_FORWARDS or schedule.slices > 1:
         return
     limit = max(timeline.peak_bytes)
@@ -160,7 +159,7 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
         simulated = other.simulate(costs)
         loss = simulated.total / timeline.total - 1
         peak = max(simulated.peak_bytes)
-        if -loss >= LEAST_GAIN:
+        if -loss >= LEAST_GAIN and peak <= MOST_MEMORY * limit:
             found.append((peak > limit * (1 + 1e-9), loss, peak, len(found), name))
     if found:
         _, loss, peak, _, name = min(found)

@@ -38,10 +38,8 @@ table.fp-table{{display:block;overflow-x:auto;border-collapse:collapse;animation
 background:linear-gradient(var(--paper) 0 0) right/1.5rem 100% no-repeat local,
 linear-gradient(to left,var(--line),transparent) right/1.5rem 100% no-repeat scroll}}
 td{{border-top:1px solid var(--line)}}td,th{{padding:.25rem 0;vertical-align:top;white-space:nowrap;
-font-variant-numeric:tabular-nums}}td svg{{max-width:30vw}}
-td:last-child[style*=left]{{white-space:normal!important}}
-@media(max-width:600px){{body{{padding:.75rem}}table{{font-size:13px}}th{{white-space:normal!important}}
-td,th{{padding-right:.5em!important}}*+[style*=left]{{padding-left:.5em}}
+font-variant-numeric:tabular-nums}}
+@media(max-width:600px){{body{{padding:.75rem}}*+[style*=left]{{padding-left:.5em}}
 td:first-child{{letter-spacing:-.06em;min-width:2em}}}}
 p{{white-space:pre-line;overflow-wrap:anywhere}}th{{font-weight:500;color:var(--faint)}}.narrow{{display:none}}
 @media(max-width:600px){{.wide{{display:none}}.narrow{{display:block}}}}</style>

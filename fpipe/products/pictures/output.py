@@ -40,10 +40,14 @@ FITTING = (
     "<style>.fp-narrow{display:none}@container(max-width:600px)"
     "{.fp-wide{display:none}.fp-narrow{display:block}}</style>"
 )
-#: a table fades out where it goes on to the right, on a ground of any colour
+#: a table fades out where it goes on to the right, on a ground of any colour; on a phone its heads
+#: and its last column of text break
 OPEN = (
     "<style>.fp-table{animation:fp-more linear;animation-timeline:scroll(self x)}@keyframes fp-more"
-    "{0%,97%{mask-image:linear-gradient(to left,transparent,black 3rem)}}</style>"
+    "{0%,97%{mask-image:linear-gradient(to left,transparent,black 3rem)}}.fp-table svg{max-width:"
+    "30vw}.fp-table td:last-child[style*=left]{white-space:normal!important}@media(max-width:600px)"
+    "{.fp-table{font-size:13px}.fp-table th{white-space:normal!important}.fp-table td,.fp-table th"
+    "{padding-right:.5em!important}}</style>"
     '<table class="fp-table" style="display:block;overflow-x:auto">'
 )
 MOST_LINES = 400  #: of text that folds
