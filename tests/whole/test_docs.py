@@ -298,7 +298,7 @@ def test_what_readme_names_is_there():
 
 def test_what_readme_shows_of_the_demo_is_what_it_prints():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    [line] = re.findall(r'`make demo` ends with "(.+)"', text)
+    [line] = re.findall(r'`make demo` prints "(.+)"', text)
     tested = ROOT / "tests" / "products" / "training" / "test_training.py"
     assert f'assert "{line}" in text' in tested.read_text(encoding="utf-8")
 

@@ -317,7 +317,7 @@ def verdict(
     cut = (
         f" fpipe.balance(times, {would.ranks}, pipe.schedule("
         f"{would.microbatches // would.slices})).cuts proposes cuts; times is a list of those of "
-        "layers or other parts of the stages, in order."
+        "layers, in order: fpipe.measure_costs of a pipeline with one stage a layer has them."
     )
     sending, action = shown(message, median(span.end - span.start for span in would))
     sent = (

@@ -216,8 +216,8 @@ class Profile:
     def __str__(self) -> str:
         if not self.runs:
             return repr(self)
-        lines = [self._headline.replace("; ", "\n"), ""]
-        lines += [fill(text, 80) for text in (*self._verdict, "", ABOUT[self.in_turn])]
+        paragraphs = [fill(text, 80) for text in (*self._verdict, ABOUT[self.in_turn])]
+        lines = [self._headline.replace("; ", "\n"), "", "\n\n".join(paragraphs)]
         for title, rows in self._tables.items():
             lines += ["", title, *load_product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])

@@ -79,9 +79,9 @@ def advice(
 
 
 def _balance(timeline: Timeline, costs: str) -> Advice:
-    """The ranks with the most work, for which others wait, and those with less than half of the
-    mean, or the one with the least; where one stage is most of what a rank has above the mean, that
-    stage. ``costs`` is an expression of them.
+    """The ranks with the most work, for which others wait, and those with less than four fifths of
+    the mean, or the one with the least; where one stage is most of what a rank has above the mean,
+    that stage. ``costs`` is an expression of them.
     """
     busy = timeline.busy
     mean = sum(busy) / len(busy)
@@ -91,10 +91,12 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
 
     def named(ranks: Sequence[int]) -> str:
         many = f"s {', '.join(map(str, ranks[:-1]))} and" * (len(ranks) > 1)
-        return f"rank{many} {ranks[-1]} ({busy[ranks[-1]] / mean:.2g} times the mean work)"
+        times = sorted(busy[rank] / mean for rank in ranks)
+        share = " to ".join(dict.fromkeys(f"{time:.2g}" for time in (times[0], times[-1])))
+        return f"rank{many} {ranks[-1]} ({share} times the mean work)"
 
     full = [rank for rank, time in enumerate(busy) if time > 0.95 * most]
-    below = max(0.5 * mean, min(busy))
+    below = max(0.8 * mean, min(busy))
     empty = [rank for rank, time in enumerate(busy) if time <= below]
     work: defaultdict[int, float] = defaultdict(float)
     for span in timeline.of_rank(full[0]):
