@@ -423,7 +423,8 @@ def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.
     )
     step = fpipe.profile(fpipe.value_and_grad(pipe))
     arguments = [torch.ones(())] * 4, torch.ones(4)
-    step(*arguments)
+    for _ in range(3):  # the median step has no action that waited for a core
+        step(*arguments)
     assert step.costs.comm == 0
     busy = sum(step.timeline.busy)
     at_once = fpipe.make_schedule("GPipe", 4, 4).simulate().total / 48  # of all work
