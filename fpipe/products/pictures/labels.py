@@ -13,7 +13,18 @@ from statistics import fmean
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
-from .scene import ABSENT, CAUSES, SAME, Bar, Look, Scene, Scenes, has_curves, has_fused
+from .scene import (
+    ABSENT,
+    CAUSES,
+    SAME,
+    Bar,
+    Look,
+    Scene,
+    Scenes,
+    has_curves,
+    has_fused,
+    tint,
+)
 
 
 def percent(share: float) -> str:
@@ -133,14 +144,17 @@ def notes(scene: Scene) -> list[str]:
         )
         more = f" {pair}" * (scene.ops != other.ops)
         lines.insert(0, f"In brackets: the change from {other.name}.{more}")
-        shifts = [bar.shift for bar in scene.bars if bar.shift]
-        earlier = [-shift for shift in shifts if shift < 0]
+        steps = [tint(bar.shift, scene.reach) for bar in scene.bars]
+        pairs = zip(scene.bars, steps, strict=True)
+        earlier = [-(bar.shift or 0.0) for bar, step in pairs if step < SAME]
         if earlier:
             by = time(fmean(earlier), scene)
-            text = f"{counted(len(earlier), 'action')} of {len(scene.bars)} end earlier"
-            same = sum(bar.shift == 0 for bar in scene.bars)
-            later = f"{len(shifts) - len(earlier)} later, {same} unchanged"
-            lines.insert(0, f"{text}, by {by} on average, {later}.")
+            later = sum(SAME < step < ABSENT for step in steps)
+            lines.insert(
+                0,
+                f"{counted(len(earlier), 'action')} of {len(steps)} end earlier, by {by} on "
+                f"average, {later} later, {steps.count(SAME)} unchanged.",
+            )
         if len(scene.lanes) == len(other.lanes) <= 16:
             lines[:0] = _ends(scene, other)
     return lines
@@ -283,13 +297,13 @@ def tints(scenes: Scenes, below: str = "") -> Iterator[Entry]:
     heading = f"{below} than in" if below else f"ends of {names}'s actions, against"
     yield (), f"{heading} {last.against.name}:"
     found = {int(key[1:]) for scene in scenes if scene.against for key in scene.colours}
-    for tint in sorted(found, key=lambda tint: -tint if below and tint < SAME else tint):
-        step = abs(tint - SAME)
+    for key in sorted(found, key=lambda key: -key if below and key < SAME else key):
+        step = abs(key - SAME)
         until = time(last.reach * step / 4, last)
         start = f"{number(last.reach * (step - 1) / 4)} to" if step > 1 else "up to"
-        way = "later" if tint > SAME else "earlier"
+        way = "later" if key > SAME else "earlier"
         meaning = f"{start} {until} {way}".removesuffix(f" {below}")
-        yield (f"t{tint}",), {SAME: "at the same time", ABSENT: "not there"}.get(tint, meaning)
+        yield (f"t{key}",), {SAME: "at the same time", ABSENT: "not there"}.get(key, meaning)
 
 
 def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator[Entry]:

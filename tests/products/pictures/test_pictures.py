@@ -774,6 +774,16 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     assert [letter == "." for letter in lane[: len(marks)]] == [mark == " " for mark in marks]
 
 
+def test_actions_that_end_at_the_same_time_are_counted_as_they_are_coloured():
+    """Differences of 1e-15 were counted as earlier: 4 were said to be unchanged."""
+    costs = Costs(F=1.1, I=0.7, W=0.9)
+    pair = [make_schedule(name, 4, 8).simulate(costs, per="rank") for name in ("1F1B", "ZBV")]
+    _, compared = scenes(pair, difference=True)
+    same = sum(bar.colours[0] == "t4" for bar in compared.bars)
+    assert same == 13
+    assert any(f"4 later, {same} unchanged." in note for note in labels.notes(compared))
+
+
 def test_a_difference_says_how_much_earlier_each_rank_ends():
     """The heading had the total and a mean over actions, and nothing by rank."""
     cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
