@@ -275,8 +275,9 @@ def _delays(steps: Sequence[Sequence[Run]]) -> Iterator[tuple[float, str]]:
     for kind, words in _OWN.items():
         excess = defaultdict[int, list[float]](list)
         for runs in steps:
-            starts = [{"start": run.events[0].start - run.free} for run in runs]
-            times = [(shares(run) | start)[kind] for run, start in zip(runs, starts, strict=True)]
+            times = [
+                (shares(run) | {"start": run.events[0].start - run.free})[kind] for run in runs
+            ]
             for rank, time in enumerate(times):
                 excess[rank].append(time - fmean(times[:rank] + times[rank + 1 :]))
         for rank, found in excess.items():

@@ -110,10 +110,9 @@ def width_with_numbers(scenes: Scenes, look: Look) -> float:
     """The inches that a picture for a paper needs for numbers in its short bars; 0 if it has
     them.
     """
-    cell = min(scene.cell for scene in scenes)
-    short = 1 + bool(scenes[-1].against)
-    named = PAPER_LETTERS * LETTERS * (widest_name(scenes, short) - 0.1)
-    need = LEFT + RIGHT + max(scene.length for scene in scenes) / cell * named
+    widest = widest_name(scenes, 1 + bool(scenes[-1].against)) - 0.1
+    cells = max(scene.length for scene in scenes) / min(scene.cell for scene in scenes)
+    need = LEFT + RIGHT + cells * PAPER_LETTERS * LETTERS * widest
     return ceil(need / 9.6) / 10 if need > (look.width or PAPER_WIDTH) else 0.0
 
 
