@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from heapq import nlargest
 from operator import add, itemgetter
 from statistics import fmean, median, median_low
 from typing import NamedTuple
@@ -29,20 +28,9 @@ _HANDLES = frozenset(("RECV", "SETTLE"))
 _WORK: dict[str, str] = {"WAIT": "waiting", "SEND": "sending"}
 _WORK |= dict.fromkeys(_COMPUTES, "programs") | dict.fromkeys(_HANDLES, "posting")
 
-#: What the times of a profile are, by whether its ranks ran in turn.
-ABOUT = (
-    """\
-The measured time is from the start of the first action of all ranks to the end of the last one; the
-whole step has also what is before and after. A simulated action takes the median time of its kind
-on its stage.""",
-    """\
-One process ran the ranks in turn, one after the other: that time is measured. In the simulation
-they run at once. A simulated action takes the median time of its kind on its stage.""",
-)
-
 #: What the heads and cells of a profile's tables say.
 MEANINGS = """\
-F: forward
+F: forward; a loss is part of the last stage
 B: backward
 I: the part of a backward that computes gradients of inputs
 W: the part that computes gradients of weights
@@ -59,7 +47,6 @@ _OWN = {
     "start": "Shorten what rank {} does before a step: its first instruction is {} later",
     "between": "Shorten what rank {} does between its instructions: it takes {} longer",
 }
-_LEAST = 0.05  #: of a step, for a cause to be named
 _MOST = 2.0  #: times the fastest step, or the simulated one, for measured times to be trusted
 
 
@@ -283,54 +270,40 @@ def _delays(steps: Sequence[Sequence[Run]]) -> Iterator[tuple[float, str]]:
         for rank, found in excess.items():
             by = median(found)
             if sorted(found)[len(found) // 4] > 0:
-                yield by, f"{words.format(rank, *shown(by))} than the mean of the other ranks. That"
+                yield by, f"{words.format(rank, *shown(by))} than the mean of the other ranks."
 
 
-def verdict(
-    steps: Sequence[Sequence[Run]], took: float, would: Timeline, free: float, message: float
-) -> Iterator[str]:
-    """What to mend: of the causes that cost 5% of a step the two largest; or that times vary.
-
-    ``took`` is the measured time of the step that ``would`` simulates, ``free`` the simulated one
-    without messages, ``message`` the time of one. Delays of ranks count as far as steps are longer
-    than ``would``. Without ``steps`` only the simulation counts.
+def varies(steps: Sequence[Sequence[Run]], took: float, simulated: float) -> str:
+    """That the times of these steps vary, if they do, beside that of the simulated step. ``took``
+    is the measured time of the latter.
     """
-    lengths = sorted(map(length, steps)) or [would.total]
+    lengths = sorted(map(length, steps))
     whole = median_low(lengths)
-    causes = [(min(by, whole - would.total), words, "") for by, words in _delays(steps)]
-    delay = max((by for by, *_ in causes), default=0.0)
-    if steps and max(whole / lengths[0], (took - delay) / would.total) > _MOST:
-        *times, simulated = shown(lengths[0], lengths[-1], would.total)
-        yield (
-            f"A step took {' to '.join(dict.fromkeys(times))}, in the simulation {simulated}: "
-            "times vary, as with other programs or too few cores. Measure again."
-        )
-        return
-    most, mean = max(would.busy), fmean(would.busy)
-    rank = would.busy.index(most)
-    highest, usual, total, _ = shown(most, mean, whole, took)
-    step = f"{'step' if steps else 'simulated step'} of {total}"
-    longest = max(would.of_rank(rank), key=lambda span: span.end - span.start).action.parts[0]
-    work = (
-        f"Move work from rank {rank} to other ranks: by median times it computes {highest}, "
-        f"longest in stage {longest.stage}, and a rank on average {usual}. An even split"
+    delay = max((by for by, _ in _delays(steps)), default=0.0)
+    if max(whole / lengths[0], (took - delay) / simulated) <= _MOST:
+        return ""
+    *times, would = shown(lengths[0], lengths[-1], simulated)
+    return (
+        f"A step took {' to '.join(dict.fromkeys(times))}, in the simulation {would}: times vary, "
+        "as with other programs or too few cores. Measure again."
     )
-    cut = (
-        f" fpipe.balance(times, {would.ranks}, pipe.schedule("
-        f"{would.microbatches // would.slices})).cuts proposes cuts; times is a list of those of "
-        "layers, in order: fpipe.measure_costs of a pipeline with one stage a layer has them."
-    )
+
+
+def causes(
+    steps: Sequence[Sequence[Run]], would: Timeline, free: float, message: float
+) -> Iterator[tuple[float, str]]:
+    """What keeps others waiting, beside work: the share of a step that a change saves at most, and
+    the change.
+
+    ``free`` is the time of the simulated step ``would`` without messages, ``message`` that of one.
+    Delays of ranks count as far as ``steps`` are longer than ``would``. Without ``steps`` only the
+    simulation counts.
+    """
+    whole = median_low(list(map(length, steps)) or [would.total])
+    found = [(min(by, whole - would.total), words) for by, words in _delays(steps)]
     sending, action = shown(message, median(span.end - span.start for span in would))
     sent = (
-        f"Messages take {sending} each, actions {action}: use fewer, larger microbatches or "
-        "larger stages. That"
+        f"Use larger microbatches or larger stages: a message takes {sending}, an action {action}."
     )
-    causes += (most - mean, work, cut), (would.total - free, sent, "")
-    found = nlargest(2, (cause for cause in causes if cause[0] >= _LEAST * whole))
-    for gain, words, more in found:
-        yield f"{words} saves at most {gain / whole:.0%} of a {step}.{more}"
-    if not found:
-        yield (
-            f"No rank and no message keeps others waiting for {_LEAST:.0%} of a {step}: what idle "
-            "time there is depends on the schedule and the number of microbatches."
-        )
+    for gain, words in (*found, (would.total - free, sent)):
+        yield gain / whole, f"{words} That saves at most {gain / whole:.0%} of a step."

@@ -34,19 +34,20 @@ from ...devices import cores
 from ...engine.gradients import value_and_grad
 from ...engine.pipeline import Pipeline
 from ...errors import FpipeError, StageError
+from ...generators import make_schedule
 from ...programs.cache import Spent, measured
 from ...schedule import Schedule
 from ...tree import Tree
 from .costing import (
-    ABOUT,
     MEANINGS,
+    causes,
     costs,
     length,
     shares,
     shown,
     table,
     timeline,
-    verdict,
+    varies,
 )
 from .recording import Run, gathered, recording
 
@@ -62,6 +63,7 @@ class Profile:
     def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
         self.step = step
         self.name = name
+        self._schedule = ""  # the name of that of the last step
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self.in_turn = False  # whether one process ran the ranks of the last step after each other
@@ -97,7 +99,8 @@ class Profile:
         for log in logs:
             runs[log.bound.plan.rank].append(log.run()._replace(free=self._free))
         group = logs[0].bound.group
-        self.name = self.name or logs[0].bound.name
+        self._schedule = logs[0].bound.name
+        self.name = self.name or self._schedule
         self.runs += gathered(group, dict(runs))
         self._free = time.perf_counter()
         self.in_turn = len(group.here) == group.size > 1
@@ -105,12 +108,14 @@ class Profile:
 
     # ---- shown ----
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture and the figures of the median step."""
+        """What a notebook shows: what to change, the picture and the figures of the median step."""
         pictures = load_product("pictures")
         if not self.runs:
             return pictures.folded("a profile of no step yet\ncall it as the step itself")
-        about = self._headline, *map(pictures.with_code, self._verdict), ABOUT[self.in_turn]
-        body = [f"<h3>{escape(self._called('profiled'))}</h3>", *(f"<p>{p}</p>" for p in about)]
+        doubt, advice = self._found
+        title, *lines = [*self._headline, *doubt]
+        body = [f"<h3>{escape(title)}</h3><p>{'<br/>'.join(lines)}</p>"]
+        body += map(load_product("explanation").as_html, advice)
         body.append(pictures.figure(self._drawn))
         for title, rows in self._tables.items():
             table = pictures.table(rows[0], rows[1:])
@@ -119,20 +124,24 @@ class Profile:
         return "".join(body)
 
     @property
-    def _headline(self) -> str:
+    def _headline(self) -> list[str]:
+        """What was profiled, and its measured and its simulated time."""
         count = len(self.runs)
-        steps = "One step" if count == 1 else f"The median of {count} steps"
+        steps = "one step" if count == 1 else f"the median of {count} steps"
         real, would = self.timeline, self.simulated
-        lasted, simulated, whole = shown(real.total, would.total, length(self._median))
+        whole = length(self._median)
+        lasted, simulated, rest = shown(real.total, would.total, whole - real.total)
         if self.in_turn:
-            return (
-                f"{steps}: measured, ranks in turn: {lasted}; "
-                f"simulated, ranks at once: {simulated}, bubble {would.bubble:.1%}"
-            )
-        return (
-            f"{steps}: measured: {lasted}, bubble {real.bubble:.1%}, whole step {whole}; "
-            f"simulated: {simulated}, {would.total / real.total:.1%} of the measured time"
-        )
+            lasted += ", one rank after the other"
+            simulated += ", all ranks at once"
+        else:
+            lasted += f", bubble {real.bubble:.1%}"
+            lasted += f", and {rest} before and after" * (whole > 1.01 * real.total)
+        return [
+            f"{self._called('profiled')}: {steps}",
+            f"measured: {lasted}",
+            f"simulated: {simulated}, bubble {would.bubble:.1%}, with the median times of actions",
+        ]
 
     @property
     def _drawn(self) -> list[Timeline]:
@@ -199,7 +208,9 @@ class Profile:
         latter alone, with what to mend: see ``Timeline.save``.
         """
         first, *rest = self._drawn
-        noted = replace(first, note=" ".join(self._verdict))
+        doubt, advice = self._found
+        said = [*doubt, *(text.splitlines()[0] for text in chain(*advice))]
+        noted = replace(first, note=" ".join(said))
         load_product("pictures").save([noted, *rest], path)
 
     def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:
@@ -211,13 +222,14 @@ class Profile:
         return load_product("pictures").draw(self._drawn, width=width, color=color)
 
     def __repr__(self) -> str:
-        return f"Profile({self._called(self._headline if self.runs else 'no step yet')})"
+        return f"Profile({'; '.join(self._headline) if self.runs else 'of no step yet'})"
 
     def __str__(self) -> str:
         if not self.runs:
             return repr(self)
-        paragraphs = [fill(text, 80) for text in (*self._verdict, ABOUT[self.in_turn])]
-        lines = [self._headline.replace("; ", "\n"), "", "\n\n".join(paragraphs)]
+        doubt, advice = self._found
+        lines = [fill(line, 80, subsequent_indent="  ") for line in (*self._headline, *doubt)]
+        lines += chain.from_iterable(map(load_product("explanation").as_text, advice))
         for title, rows in self._tables.items():
             lines += ["", title, *load_product("pictures").aligned(rows), *_meanings(rows)]
         return "\n".join(lines + [f"\n{fill(sentence, 80)}" for sentence in self._sentences])
@@ -236,22 +248,32 @@ class Profile:
         return dict(tables)
 
     @property
-    def _verdict(self) -> Iterator[str]:
-        """What to mend, in sentences. Waits for a core are not told from others: there too only
-        the simulation counts.
+    def _found(self) -> tuple[list[str], list[Sequence[str]]]:
+        """Why measured times may mislead; and what to change first, unless times vary too much.
+
+        Waits for a core are not told from others: there too only the simulation counts.
         """
-        if len(self._median) > 1 and all(run.events for run in self._last):
-            steps = [] if self.in_turn else self._alike
-            processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            if processes > cores():
-                steps = []
-                yield (
-                    f"{processes} processes share {counted(cores(), 'core')} of this machine: "
-                    "times include waits for a core."
-                )
-            free = self.simulate(replace(self._price, comm=0.0, send=0.0, receive=0.0)).total
-            message = sum(self._message[1:])
-            yield from verdict(steps, self.timeline.total, self.simulated, free, message)
+        would, steps, doubt = self.simulated, self._alike, list[str]()
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if not all(run.events for run in self._last):
+            return [], []
+        if processes > cores():
+            doubt = [
+                f"{processes} processes share {counted(cores(), 'core')} of this machine: measured "
+                "times include waits for a core."
+            ]
+        elif not self.in_turn and (vary := varies(steps, self.timeline.total, would.total)):
+            return [vary], []
+        steps = [] if self.in_turn or doubt else steps
+        price = self._price
+        free = self.simulate(replace(price, comm=0.0, send=0.0, receive=0.0)).total
+        found = causes(steps, would, free, sum(self._message[1:]))
+        schedule = Schedule(would.rows, would.placement, would.microbatches, self._schedule)
+        again = partial(
+            make_schedule, self._schedule, would.ranks, stages=schedule.stages, slices=would.slices
+        )
+        advice = load_product("explanation").advice
+        return doubt, [advice(schedule, price, "step.costs", again, found)]
 
     @property
     def _message(self) -> list[float]:

@@ -5,5 +5,6 @@ Reads plans and simulates schedules; nothing runs.
 """
 
 from .page import Explanation, explain
+from .reasons import advice, as_html, as_text
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "advice", "as_html", "as_text", "explain"]

@@ -27,7 +27,7 @@ from ..pictures.labels import aligned, percent, size_text
 from ..pictures.output import Cell, curve as drawn_curve
 from ..pictures.scene import Points
 from ..search.auto import costs_of
-from .reasons import MEASURE, advice, idle_of
+from .reasons import MEASURE, advice, as_html, as_text, idle_of
 
 
 class StageFacts(NamedTuple):
@@ -130,33 +130,11 @@ def _edges(plan: Any) -> list[Edge]:
     return [Edge(len(sizes), sum(sizes), *edge) for edge, sizes in sent.items()]
 
 
-#: What the heads and cells of a table say, by its title.
-MEANINGS = {
-    "What runs where": (
-        "F: forward; I, W: a backward's parts for inputs and for weights, B is I + W",
-        "Times are those of one microbatch; -: none.",
-        "engine: trace runs a traced program, eager runs autograd",
-    ),
-    "Messages of a step": (
-        "forward: the output of a stage; backward: the gradient of its input",
-        "Equal messages are one row, with the ranks of its first and its last stage.",
-        "messages: those of one stage",
-    ),
-    "Memory against time": (
-        "peak: the most bytes of activations, and when in the step it is reached",
-        "all but parameters, batch: the most bytes at once, gradients and messages too",
-    ),
-    "Bubble by rank": (
-        "Idle time as a share of the span; the mean of all ranks is the bubble.",
-        "held up by: where the chain of waits begins, for most of that time; -: no stage",
-    ),
-}
 ESTIMATES = f"estimates from shapes, good for their ratios alone; costs={MEASURE} has measured ones"
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
-#: with line ends, and within its cell
-PARAGRAPH = '<p style="white-space:pre-line;overflow-wrap:anywhere">'
-Table: TypeAlias = tuple[Sequence[object], Sequence[Sequence[object]]]
+#: What heads and cells say, and the table.
+Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[object]]]
 
 
 def explain(
@@ -179,7 +157,8 @@ def explain(
         title = ", no targets, so no loss"
     facts = collect(pipe, params, pipe.plan(params, x, *targets, **side), costs)
     facts = replace(facts, title=facts.title + title)
-    return Explanation(facts, advice(facts.schedule, facts.costs, facts.measured, pipe.schedule))
+    named = "costs" if facts.measured else MEASURE
+    return Explanation(facts, advice(facts.schedule, facts.costs, named, pipe.schedule))
 
 
 def _needs_targets(loss: Any) -> bool:
@@ -224,28 +203,23 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        parts = [self.facts.title, fill(self._about, 80), "", "What to change first"]
-        for text in self._advice:
-            parts += [fill(line, 80, subsequent_indent="   ") for line in text.splitlines()]
-        for title, (head, rows) in self._tables.items():
-            parts += [f"\n{title}", *MEANINGS[title], *aligned([head, *rows])]
+        parts = [self.facts.title, fill(self._about, 80), *as_text(self.advice)]
+        for title, (notes, rows) in self._tables.items():
+            parts += [f"\n{title}", *notes, *aligned(rows)]
         return "\n".join(parts)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """What a notebook shows: what to change first and the step, then why."""
-        return "".join(
-            [
-                f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>",
-                "<h3>What to change first</h3>",
-                *(f"{PARAGRAPH}{pictures.with_code(text)}</p>" for text in self._advice),
-                pictures.figure(self.timeline, titled=False, unit="bytes"),
-                *(
-                    f"<h3>{t}</h3><p>{'<br>'.join(MEANINGS[t])}</p>{pictures.table(*rows)}"
-                    for t, rows in self._tables.items()
-                ),
-            ]
+        tables = "".join(
+            f"<div><h3>{title}</h3><p>{'<br>'.join(notes)}</p>{pictures.table(head, rows)}</div>"
+            for title, (notes, (head, *rows)) in self._tables.items()
+        )
+        return (
+            f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>{as_html(self.advice)}"
+            f"{pictures.figure(self.timeline, titled=False, unit='bytes')}"
+            f'<div style="display:flex;flex-wrap:wrap;gap:0 4em">{tables}</div>'
         )
 
     # ---- its parts ----
@@ -253,23 +227,15 @@ class Explanation:
     def _about(self) -> str:
         t = self.timeline
         unit, scale = readable(t.total, t.unit)
+        source = "the given costs" if self.facts.measured else ESTIMATES
         return (
-            f"A step takes {number(scale * t.total)} {unit or 'units of the costs'}. The bubble is "
-            f"{percent(max(t.bubble, 0.0))}: the idle share of the span, which is the longest time "
-            "from a rank's first start to its last end. Times are "
-            f"{'the given costs' if self.facts.measured else ESTIMATES}."
+            f"A step takes {number(scale * t.total)} {unit or 'units of the costs'}, with a bubble "
+            f"of {percent(max(t.bubble, 0.0))}. Times are {source}."
         )
 
     @property
-    def _advice(self) -> list[str]:
-        if not self.advice:
-            return ["Nothing stands out: no change that is known here saves 2% of a step."]
-        numbered = (f"{place}. {text}" for place, text in enumerate(self.advice, 1))
-        return [text.replace("\n", "\n   ") for text in numbered]
-
-    @property
     def _tables(self) -> dict[str, Table]:
-        edge = "direction", "of stage", "from rank to rank", "messages", "bytes of one"
+        edge = "direction", "of stage", "from rank to rank", "of each stage", "bytes of one"
         messages = []
         for (count, nbytes, direction), edges in groupby(self.facts.edges, lambda e: e[:3]):
             by_stage = sorted(edges, key=lambda e: (e.stage, e.rank))
@@ -281,9 +247,28 @@ class Explanation:
         memory = "rank", held, "peak, at % of step", "all but parameters, batch"
         return {
             "What runs where": self._where,
-            "Messages of a step": (edge, messages),
-            "Memory against time": (memory, list(self._memory())),
-            "Bubble by rank": (("rank", "of the span", "held up by", "cause"), list(self._idle())),
+            "Messages of a step": (
+                (
+                    "forward: the output of a stage; backward: the gradient of its input",
+                    "Stages with equal messages are one row.",
+                ),
+                [edge, *messages],
+            ),
+            "Memory against time": (
+                (
+                    "peak: the most bytes of activations, and when in the step it is reached",
+                    "all but parameters, batch: the most bytes at once, gradients and messages too",
+                ),
+                [memory, *self._memory()],
+            ),
+            "Bubble by rank": (
+                (
+                    "Idle time as a share of the span, which is the longest time from a rank's "
+                    "first",
+                    "start to its last end. The mean of all ranks is the bubble.",
+                ),
+                [("rank", "of the span", "cause"), *self._idle()],
+            ),
         }
 
     @property
@@ -301,7 +286,18 @@ class Explanation:
                 named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
                 rows.append((rank, *named, *took, facts.devices[rank], one.engine))
         heads = [Cell(f"{op} {unit}".rstrip(), f"{op}&nbsp;{unit}") for op in "FIW"]
-        return ["rank", "stage", "parameters", *heads, "device", "engine"], rows
+        table = [("rank", "stage", "parameters", *heads, "device", "engine"), *rows]
+        notes = [
+            "F: forward; I and W: the parts of a backward, for inputs and for weights",
+            "Times are those of one microbatch; -: none.",
+        ]
+        if len({row[-2:] for row in rows}) == 1:
+            device, engine = rows[0][-2:]
+            notes.append(f"All are on {device}, with engine={engine}.")
+            table = [row[:-2] for row in table]
+        else:
+            notes.append("engine: trace runs a traced program, eager runs autograd")
+        return notes, table
 
     def _memory(self) -> Iterator[Sequence[object]]:
         t = self.timeline
@@ -316,8 +312,8 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = [(f"{share:.1%}", *why) for share, *why in idle_of(self.timeline, rank)]
-            for place, cause in enumerate(causes or [("-", "-", "-")]):
+            causes = [(f"{share:.1%}", why) for share, why in idle_of(self.timeline, rank)]
+            for place, cause in enumerate(causes or [("-", "-")]):
                 yield "" if place else rank, *cause
 
 

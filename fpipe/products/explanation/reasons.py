@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from textwrap import fill
 from typing import NamedTuple, TypeAlias
 
 from ... import Costs, Schedule, Timeline
 from ...errors import FpipeError
-from ..pictures.labels import percent, size_text
+from ..pictures.labels import percent, with_code
 from ..search.comparison import named_alike
 
 MOST_FORWARDS = 1 << 12  #: of a schedule that is compared with all others
 MEASURE = "fpipe.measure_costs(pipe, params, x, y)"
+HEADING = "What to change first"
+#: with line ends, and within its cell
+PARAGRAPH = '<p style="white-space:pre-line;overflow-wrap:anywhere">'
 LEAST_GAIN = 0.02  #: of the time of a step, for advice
 MOST_MEMORY = 2.0  #: of a schedule to change to, in that of this one
 #: Shares of the time that changes save, and what to change.
@@ -22,18 +26,18 @@ Advice: TypeAlias = Iterator[tuple[float, str]]
 
 
 class Idle(NamedTuple):
-    """Idle time of a rank, as a share of the span, and why; ``held_up_by`` is the stage at which
-    the waits of others for each other begin, for more than half of the time, or ``-``.
-    """
+    """Idle time of a rank, as a share of the span, and why."""
 
     share: float
-    held_up_by: str
     why: str
 
 
 def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
-    """The part of a rank in the bubble by its causes, the longest first."""
+    """The part of a rank in the bubble by its causes, the longest first. A wait also names another
+    stage, at which a chain of waits for each other begins, for more than half of the time.
+    """
     spent: defaultdict[str, float] = defaultdict(float)
+    stages: dict[str, int] = {}
     first: defaultdict[tuple[str, int], float] = defaultdict(float)
     for before, span in pairwise(timeline.of_rank(rank)):
         wait = timeline.waited_for(rank, span.position)
@@ -44,14 +48,19 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
         what = "output" if cause.op == "F" else "gradient"
         why = f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"
         spent[why] += wait.time
+        stages[why] = cause.stage
         begin = wait
         while (earlier := timeline.waited_for(*begin[:2])) and earlier.time > 0:
             begin = earlier
         first[why, timeline.rows[begin.rank][begin.position].parts[0].stage] += wait.time
     spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
-    most = {why: f"stage {stage}" for (why, stage), time in first.items() if time > spent[why] / 2}
+    held = {
+        why: f", held up by stage {stage}"
+        for (why, stage), time in first.items()
+        if time > spent[why] / 2 and stage != stages[why]
+    }
     shares = (
-        Idle(time / timeline.span, most.get(why, "-"), why)
+        Idle(time / timeline.span, why + held.get(why, ""))
         for why, time in spent.items()
         if time > 5e-4 * timeline.span
     )
@@ -59,23 +68,46 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
 
 
 def advice(
-    schedule: Schedule, costs: Costs, measured: bool, of_count: Callable[[int], Schedule]
+    schedule: Schedule,
+    costs: Costs,
+    named: str,
+    of_count: Callable[[int], Schedule],
+    others: Iterable[tuple[float, str]] = (),
 ) -> tuple[str, ...]:
-    """What to change first, as sentences.
+    """What to change first, as sentences: the two changes that save most, of those with a gain.
 
-    ``measured`` is whether the caller has these costs, and ``of_count`` the schedule of the
-    pipeline for another number of microbatches.
+    ``named`` is an expression of the costs, ``of_count`` the schedule of the pipeline for another
+    number of microbatches, and ``others`` are changes that the caller has found.
     """
     timeline = schedule.simulate(costs)
     if not timeline.total:
         return ()
     found = [
-        *_balance(timeline, "costs" if measured else MEASURE),
+        *others,
+        *_balance(timeline, named),
         *_microbatches(timeline, costs, of_count),
         *_schedules(schedule, timeline, costs),
     ]
     ranked = sorted((one for one in found if one[0] >= LEAST_GAIN), reverse=True)
     return tuple(text for _, text in ranked[:2])
+
+
+def as_text(advice: Sequence[str]) -> list[str]:
+    """The lines about what to change, below their heading."""
+    lines = chain.from_iterable(map(str.splitlines, _numbered(advice)))
+    return ["", HEADING, *(fill(line, 80, subsequent_indent="   ") for line in lines)]
+
+
+def as_html(advice: Sequence[str]) -> str:
+    """The same for a page."""
+    texts = (f"{PARAGRAPH}{with_code(text)}</p>" for text in _numbered(advice))
+    return f"<h3>{HEADING}</h3>{''.join(texts)}"
+
+
+def _numbered(advice: Sequence[str]) -> list[str]:
+    numbered = (f"{place}. {text}" for place, text in enumerate(advice, 1))
+    texts = [text.replace("\n", "\n   ") for text in numbered]
+    return texts or ["Nothing stands out: no change that is known here saves 2% of a step."]
 
 
 def _balance(timeline: Timeline, costs: str) -> Advice:
@@ -109,7 +141,7 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
         text = f"Move work from {named(full)}, for which the others wait, to {named(empty)}"
         if 2 * alone > most + mean:
             copies = (
-                "\nA stage that is one layer can have copies on several ranks, with "
+                "\nA stage that cannot be cut can have copies on several ranks, with "
                 f"schedule=fpipe.auto(costs={costs}, replicate=True)."
             )
             if len(work) > 1:
@@ -118,17 +150,13 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
                     "mean work of a rank: moving other stages saves at most "
                     f"{percent((most - alone) / timeline.total)} of a step"
                 )
-    measure = (
-        " Measured costs of layers may cut better: fpipe.measure_costs of a pipeline with one "
-        "stage a layer."
-    ) * (costs == MEASURE)
     gain = (most - mean) / timeline.total
     yield (
         gain,
         f"{text}. An even split saves at most {percent(gain)} of a step.\n"
         f"fpipe.balance(parts, {len(busy)}, pipe.schedule("
         f"{timeline.microbatches // timeline.slices})).cuts proposes cuts of parts: modules, or "
-        f"costs of layers, in order.{measure}{copies}",
+        f"costs of layers in order, as fpipe.measure_costs has with one stage a layer.{copies}",
     )
 
 
@@ -165,10 +193,8 @@ def _schedules(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
             found.append((peak > limit * (1 + 1e-9), loss, peak, len(found), name))
     if found:
         _, loss, peak, _, name = min(found)
-        factor = f" for {peak / limit:.1f} times the memory" if peak > 1.05 * limit > 0 else ""
-        yield (
-            -loss,
-            f'With schedule="{name}" a step takes {percent(-loss)} less time at these costs{factor}'
-            f", and a rank holds at most {size_text(peak)} of activations in place of "
-            f"{size_text(limit)}.",
+        more = f" for {peak / limit:.1f} times the memory" if peak > 1.05 * limit else ""
+        text = (
+            f'With schedule="{name}" a step takes {percent(-loss)} less time at these costs{more}.'
         )
+        yield -loss, text

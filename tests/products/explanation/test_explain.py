@@ -17,7 +17,6 @@ from click.testing import CliRunner
 import fpipe
 from fpipe.errors import FpipeError
 from fpipe.products.command.cli import main
-from fpipe.products.explanation.page import MEANINGS
 from fpipe.products.explanation.reasons import idle_of
 
 WIDTH = 4
@@ -40,7 +39,8 @@ def explained(schedule: Any = "1F1B", ranks: int = 2, stages: int = 2, **more: A
 def rows(page: Any, title: str) -> list[str]:
     """The lines of a table of the page, below its head."""
     lines = str(page).partition(f"\n{title}\n")[2].partition("\n\n")[0].splitlines()
-    return lines[1 + len(MEANINGS[title]) :]
+    heads = [at for at, line in enumerate(lines) if line.startswith(("rank ", "direction "))]
+    return lines[heads[0] + 1 :]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,10 @@ def test_without_targets_the_page_is_of_the_stages(loss: Any, without: bool):
 def test_parameters_and_messages_are_those_of_the_plan():
     page, plans = explained()
     where = rows(page, "What runs where")
-    assert [line.split()[:5] + line.split()[-2:] for line in where] == [
-        [str(rank), str(rank), "layer", "16", "(64", "cpu", "trace"] for rank in (0, 1)
+    assert [line.split()[:5] for line in where] == [
+        [str(rank), str(rank), "layer", "16", "(64"] for rank in (0, 1)
     ]
+    assert "\nAll are on cpu, with engine=trace.\n" in str(page)
     nbytes = 3 * WIDTH * 4  # rows of a microbatch
     sent = [line.split() for line in rows(page, "Messages of a step")]
     assert sent == [
@@ -129,17 +130,15 @@ def test_idle_time_and_its_causes():
     timeline = fpipe.make_schedule("1F1B", 2, 2).simulate(costs)
     # 0: F0 F1 . B0 B0 . B1 B1     1: . F0 B0 B0 F1 B1 B1 . .
     assert timeline.total == 9
-    found = [[(round(9 * share), *why) for share, *why in idle_of(timeline, r)] for r in (0, 1)]
-    assert found[0] == [(3, "stage 1", "waits for the gradient of stage 1 on rank 1")]
-    assert found[1] == [(3, "-", "its own span is shorter than the longest one")]
+    found = [[(round(9 * share), why) for share, why in idle_of(timeline, r)] for r in (0, 1)]
+    assert found[0] == [(3, "waits for the gradient of stage 1 on rank 1")]
+    assert found[1] == [(3, "its own span is shorter than the longest one")]
     page, _ = explained(costs=costs)
     first, _ = rows(page, "Bubble by rank")
-    assert first.endswith("33.3%  stage 1     waits for the gradient of stage 1 on rank 1")
-    assert "of the span" in str(page).partition("\nBubble by rank\n")[2].splitlines()[0]
-    head = " ".join(str(page).splitlines()[1:4]).rstrip()
+    assert first.endswith("33.3%  waits for the gradient of stage 1 on rank 1")
+    head = " ".join(str(page).splitlines()[1:3]).rstrip()
     assert head == (
-        "A step takes 9 units of the costs. The bubble is 33.3%: the idle share of the span, which "
-        "is the longest time from a rank's first start to its last end. Times are the given costs."
+        "A step takes 9 units of the costs, with a bubble of 33.3%. Times are the given costs."
     )
 
 
@@ -148,15 +147,15 @@ def test_a_wait_names_the_stage_where_the_chain_of_waits_begins():
     times = [1, 1, 1, 4, 1]
     costs = fpipe.Costs(F=times, I=times, W=times)
     timeline = fpipe.make_schedule("1F1B", 5, 12).simulate(costs)
-    found = [(one.held_up_by, one.why) for rank in range(5) for one in idle_of(timeline, rank)]
+    found = [why for rank in range(5) for _, why in idle_of(timeline, rank)]
     for waits in (
-        "gradient of stage 1 on rank 1",
-        "gradient of stage 2 on rank 2",
+        "gradient of stage 1 on rank 1, held up by stage 3",
+        "gradient of stage 2 on rank 2, held up by stage 3",
         "gradient of stage 3 on rank 3",
         "output of stage 3 on rank 3",
     ):
-        assert ("stage 3", f"waits for the {waits}") in found
-    assert ("-", "its own span is shorter than the longest one") in found
+        assert f"waits for the {waits}" in found
+    assert "its own span is shorter than the longest one" in found
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBV", "DualPipeV", "GPipe"])
@@ -275,10 +274,10 @@ def test_a_schedule_that_needs_more_memory_says_how_many_times():
     ]
     assert 1.05 * peaks[1] < peaks[0] <= 2 * peaks[1]
     times = peaks[0] / peaks[1]
-    assert f"less time at these costs for {times:.1f} times the memory, and a rank" in text
+    assert text.endswith(f"less time at these costs for {times:.1f} times the memory.")
     page, _ = explained("Interleaved1F1B", 4, 8, costs=fpipe.Costs())
     text = next(text for text in page.advice if text.startswith("With schedule="))
-    assert "at these costs, and a rank holds at most 384 B" in text, "no more than now"
+    assert text.endswith(" at these costs."), "no more memory than now"
 
 
 def test_a_schedule_that_needs_much_more_memory_is_no_advice():
@@ -344,10 +343,10 @@ def test_a_stage_has_the_name_of_the_function_that_is_wrapped():
 def test_times_have_the_unit_that_suits_them():
     page, _ = explained(costs=fpipe.Costs(F=90, I=80, W=70, unit="us"))
     assert "A step takes 720 us" in str(page)
-    assert "\nWhat runs where\nF: forward; I, W: " in str(page) and ", B is I + W\n" in str(page)
-    assert str(page).count("F us") == 1 and re.search(" 90 +80 +70 ", str(page))
+    assert "\nWhat runs where\nF: forward; I and W: " in str(page)
+    assert str(page).count("F us") == 1 and re.search(" 90 +80 +70\n", str(page))
     page, _ = explained(costs=fpipe.Costs(F=9000, I=800, W=700, unit="us"))
-    assert "F ms" in str(page) and re.search(r" 9 +0\.8 +0\.7 ", str(page))
+    assert "F ms" in str(page) and re.search(r" 9 +0\.8 +0\.7\n", str(page))
 
 
 def test_the_page_shows_advice_and_the_step_first_and_memory_as_a_picture():
@@ -367,10 +366,8 @@ def test_the_page_shows_advice_and_the_step_first_and_memory_as_a_picture():
 def test_times_of_none_are_as_in_a_profile_and_heads_stay_in_one_line():
     """Stage 0 had ``I us 0``, and a phone broke ``F us`` but not ``I us``."""
     page, _ = explained(costs=fpipe.Costs(F=2, I=[0, 2], W=2, unit="us"))
-    assert re.search(r" 2 +- +2 ", rows(page, "What runs where")[0])
+    assert re.search(r" 2 +- +2$", rows(page, "What runs where")[0])
     assert [page._repr_html_().count(f">{op}&nbsp;us<") for op in "FIW"] == [1, 1, 1]
-    (held,) = {line.split()[-10] for line in rows(page, "Bubble by rank") if "own span" in line}
-    assert held == "-"
 
 
 @pytest.mark.parametrize("make", [partial(explained, "ZBV", 4, 8), uneven])
