@@ -131,6 +131,8 @@ def _edges(plan: Any) -> list[Edge]:
 
 
 ESTIMATES = f"estimates from shapes, good for their ratios alone; costs={MEASURE} has measured ones"
+#: of two tables on a wide page
+BESIDE = '<div style="flex:1 1 30em;min-width:0">'
 COLUMNS = 24  #: of a curve of memory in text
 _LEVELS = " .:-=+*#%@"
 #: What heads and cells say, and the table.
@@ -205,7 +207,7 @@ class Explanation:
     def __str__(self) -> str:
         parts = [self.facts.title, fill(self._about, 80), *as_text(self.advice)]
         for title, (notes, rows) in self._tables.items():
-            parts += [f"\n{title}", *notes, *aligned(rows)]
+            parts += [f"\n{title}", *(fill(note, 80) for note in notes), *aligned(rows)]
         return "\n".join(parts)
 
     __repr__ = __str__
@@ -213,13 +215,13 @@ class Explanation:
     def _repr_html_(self) -> str:
         """What a notebook shows: what to change first and the step, then why."""
         tables = "".join(
-            f"<div><h3>{title}</h3><p>{'<br>'.join(notes)}</p>{pictures.table(head, rows)}</div>"
+            f"{BESIDE}<h3>{title}</h3><p>{'<br>'.join(notes)}</p>{pictures.table(head, rows)}</div>"
             for title, (notes, (head, *rows)) in self._tables.items()
         )
         return (
             f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>{as_html(self.advice)}"
             f"{pictures.figure(self.timeline, titled=False, unit='bytes')}"
-            f'<div style="display:flex;flex-wrap:wrap;gap:0 4em">{tables}</div>'
+            f'<div style="display:flex;flex-wrap:wrap;gap:0 2em">{tables}</div>'
         )
 
     # ---- its parts ----
@@ -244,7 +246,7 @@ class Explanation:
             ranks = " ... ".join(f"{e.rank} to {e.to}" for e in ends)
             messages.append((direction, stages, ranks, count, size_text(nbytes / count)))
         held = Cell("activations, @ the most", "activations over the step")
-        memory = "rank", held, "peak, at % of step", "all but parameters, batch"
+        memory = "rank", held, "peak, at % of step", "all at once"
         return {
             "What runs where": self._where,
             "Messages of a step": (
@@ -257,15 +259,14 @@ class Explanation:
             "Memory against time": (
                 (
                     "peak: the most bytes of activations, and when in the step it is reached",
-                    "all but parameters, batch: the most bytes at once, gradients and messages too",
+                    "all at once: the most bytes without parameters and batch, so with gradients too",
                 ),
                 [memory, *self._memory()],
             ),
             "Bubble by rank": (
                 (
                     "Idle time as a share of the span, which is the longest time from a rank's "
-                    "first",
-                    "start to its last end. The mean of all ranks is the bubble.",
+                    "first start to its last end. The mean of all ranks is the bubble.",
                 ),
                 [("rank", "of the span", "cause"), *self._idle()],
             ),
