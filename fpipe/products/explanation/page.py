@@ -259,7 +259,7 @@ class Explanation:
             "Memory against time": (
                 (
                     "peak: the most bytes of activations, and when in the step it is reached",
-                    "all at once: the most bytes without parameters and batch, so with gradients too",
+                    "all at once: most bytes without parameters and batch, with gradients too",
                 ),
                 [memory, *self._memory()],
             ),
