@@ -403,6 +403,34 @@ def test_ranks_in_turn_are_simulated_as_if_they_ran_at_once(monkeypatch: pytest.
     assert fpipe.measure_costs(pipe, *arguments, steps=1).comm == 0
 
 
+def test_advice_names_calls_of_this_pipeline():
+    """Slices of sequences were counted as microbatches."""
+    last = lambda p, x: [torch.tanh(x @ p) for _ in range(40)][0] @ p
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p.sum(), last],
+        "Seq1F1B",
+        loss=lambda y: y.square().mean(),
+        microbatches=4,
+        slices=2,
+        group=fpipe.local(2),
+        engine="eager",
+    )
+    arguments = [torch.eye(64)] * 2, torch.ones(4, 64, 64)
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    for _ in range(3):
+        step(*arguments)
+    (call,) = re.findall(r"fpipe\.balance\(.*\)\.cuts", str(step))
+    assert call == "fpipe.balance(parts, 2, pipe.schedule(4)).cuts"
+    assert eval(call, {"fpipe": fpipe, "pipe": pipe, "parts": [1, 2, 2]}) == (2,)
+
+
+def test_of_one_rank_a_profile_has_no_advice():
+    pipe = fpipe.pipeline([torch.mul], loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(1))
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    step([torch.ones(())], torch.ones(4))
+    assert "What to change" not in str(step) + step._repr_html_()
+
+
 def test_times_to_compare_have_one_unit():
     """A step of 13.63 ms was simulated to take 375.6 us."""
     pipe, params, x = small()

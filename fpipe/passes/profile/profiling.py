@@ -255,7 +255,7 @@ class Profile:
         """
         would, steps, doubt = self.simulated, self._alike, list[str]()
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if not all(run.events for run in self._last):
+        if len(self._last) < 2 or not all(run.events for run in self._last):
             return [], []
         if processes > cores():
             doubt = [
@@ -268,7 +268,8 @@ class Profile:
         price = self._price
         free = self.simulate(replace(price, comm=0.0, send=0.0, receive=0.0)).total
         found = causes(steps, would, free, sum(self._message[1:]))
-        schedule = Schedule(would.rows, would.placement, would.microbatches, self._schedule)
+        count = would.microbatches // would.slices
+        schedule = Schedule(would.rows, would.placement, count, self._schedule)
         again = partial(
             make_schedule, self._schedule, would.ranks, stages=schedule.stages, slices=would.slices
         )
