@@ -384,6 +384,30 @@ SECTIONS = {
     "Tests": ("interop", "testing"),
 }
 
+#: function or class -> its arguments in groups, those of every day first
+GROUPS = {
+    "fpipe.pipeline": {
+        "What runs": "stages schedule loss microbatches group",
+        "Parameters and numbers": "reduction accumulate frozen tied seed",
+        "Copies, slices and outputs": "dp slices outputs",
+        "How stages run": "engine compile overlap more",
+    },
+    "fpipe.Stage": {
+        "What runs": "fn aux_loss engine compile",
+        "Parameters and names": "frozen ties name layers weights",
+        "State, and a carry from slice to slice": "state initial_state carry initial_carry",
+        "What is known without a trace": "like dynamic",
+    },
+    "fpipe.Costs": {
+        "Times of actions": "F I W B overlap unit",
+        "Times of messages": "comm boundary bandwidth send receive",
+        "Memory": "saved kept",
+        "Microbatches that differ": "load size",
+    },
+}
+#: class -> members that few users need: they come last
+RARE = {"fpipe.Pipeline": "captured under rerouted refuse rehearse"}
+
 
 def reference() -> dict[str, str]:
     """The pages of the reference: every public name with its signature and docstring; a name
@@ -403,11 +427,12 @@ def _page(page: str) -> str:
         f"{ABOUT[page]} [All of fpipe](../all.md) has one line for each name.",
         "",
     ]
-    for title, (where, names) in SECTIONS.items():
-        if where != page:
-            continue
-        lines += [f"## {title}", ""]
-        for name in names.split():
+    here = {title: names.split() for title, (where, names) in SECTIONS.items() if where == page}
+    for title, names in here.items():
+        lines.append(f"* {title}: {', '.join(f'[`{name}`](#fpipe.{name})' for name in names)}")
+    for title, names in here.items():
+        lines += ["", f"## {title}", ""]
+        for name in names:
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
     return "\n".join([*lines, *_types_of_page(page)])
 
@@ -555,7 +580,10 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     for base in bases(value).values() if inspect.isclass(value) else ():
         lines += [f"It has all members of {_linked(base, f'fpipe.{base}')} too.", ""]
     if name != "fpipe.errors" or not inspect.ismodule(value):
-        for member, inner in members(name, value):
+        rare = [f"{name}.{member}" for member in RARE.get(name, "").split()]
+        for member, inner in sorted(members(name, value), key=lambda item: item[0] in rare):
+            if member in rare[:1]:
+                lines += [f"### {name}: members that few programs need {{#{name}.rare}}", ""]
             if is_of_fpipe(inner):
                 lines += [f"### {member} {{#{member}}}", ""]
                 lines += [f"The same as {_linked(inner.__name__)}.", ""]
@@ -866,7 +894,7 @@ def markdown(doc: str, name: str = "") -> str:
     for line in (
         doc.splitlines()
         if len(found) == 1
-        else [*_without_tail(found), *_tail(found), *_lists(found)]
+        else [*_without_tail(found), *_tail(found), *_lists(found, name)]
     ):
         if "```" in line:
             open_before = not open_before
@@ -951,7 +979,7 @@ def _tail(found: dict[str, list[str]]) -> list[str]:
     return ["", *found[""][_example(found) :]]
 
 
-def _lists(found: dict[str, list[str]]) -> Iterator[str]:
+def _lists(found: dict[str, list[str]], name: str) -> Iterator[str]:
     """The sections as lists; names of arguments and errors are code."""
     for head in HEADS:
         items = found.get(head, [])
@@ -959,14 +987,27 @@ def _lists(found: dict[str, list[str]]) -> Iterator[str]:
             yield from ("", f"**{head[:-1]}**", "")
         if head == "Returns:":
             yield " ".join(items)
-            continue
-        for item in items:
-            names, _, text = item.partition(": ")
-            yield (
-                f"* {', '.join(f'`{name}`' for name in names.split(', '))}: {text}"
-                if text
-                else f"* {item}"
-            )
+        elif head == "Args:" and name in GROUPS:
+            yield from _grouped(items, name)
+        else:
+            yield from map(_item, items)
+
+
+def _grouped(items: list[str], name: str) -> Iterator[str]:
+    """The arguments in their groups, a list below each title."""
+    said = {item.partition(":")[0]: item for item in items}
+    groups = {title: names.split() for title, names in GROUPS[name].items()}
+    if wrong := said.keys() ^ {arg for args in groups.values() for arg in args}:
+        raise ValueError(f"GROUPS and the arguments of {name} differ: {sorted(wrong)}")
+    for title, args in groups.items():
+        yield from (f"*{title}*", "", *(_item(said[arg]) for arg in args), "")
+
+
+def _item(item: str) -> str:
+    names, _, text = item.partition(": ")
+    if not text:
+        return f"* {item}"
+    return f"* {', '.join(f'`{name}`' for name in names.split(', '))}: {text}"
 
 
 # ---- mkdocs ----
