@@ -1074,7 +1074,9 @@ BOOST = {
     "howto/choose.md": 3,
     "howto/memory.md": 2,
     "glossary.md": 4,
-    "changelog.md": 0.5,
+    "howto/hang.md": 2,
+    "howto/schedule.md": 2,
+    "changelog.md": 0.3,
 }
 
 
@@ -1092,12 +1094,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Shorten names in the contents of a page of the reference, and let outputs wrap that have an
-    error.
+    """Shorten names in the contents of a page of the reference, let outputs wrap that have an
+    error, and leave other code out of the search, whose excerpts are sentences.
     """
     if page.file.src_uri.startswith("reference/"):
         shorten(page.toc)
-    return wrapped(html)
+    return wrapped(html).replace('class="highlight"', 'class="highlight" data-search-exclude')
 
 
 def wrapped(html: str) -> str:
