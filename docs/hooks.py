@@ -32,7 +32,7 @@ import published  # noqa: E402
 import types_of  # noqa: E402
 
 import fpipe  # noqa: E402
-from fpipe.generators import about_schedule, catalogue, orders_slices  # noqa: E402
+from fpipe.generators import catalogue, orders_slices  # noqa: E402
 
 # ---- pages of files outside of docs/ ----
 #: page -> the file that it shows
@@ -280,13 +280,14 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         schedule = fpipe.make_schedule(name, P, M, slices=K if orders_slices(name) else 1)
         timeline = schedule.simulate(per="rank")
         facts = FACTS[name]
+        about = inspect.getdoc(catalogue.ENTRIES[catalogue.key(name)].make).partition(">>>")[0]
         pictures[f"zoo/{name}.svg"] = svg(timeline)
         pictures[f"zoo/{name}-phone.svg"] = svg(timeline, width=390)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
         lines += [
             f"## {name}",
             "",
-            about_schedule(name).replace("``", "`"),
+            about.replace("``", "`").strip(),
             "",
             "<picture>",
             f'  <source media="(max-width: 600px)" srcset="zoo/{name}-phone.svg">',

@@ -96,9 +96,8 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
         schedule = make_schedule(name, 4, 4)
         placed = schedule.placement
         title = _GROUPS[-1] if len(placed.paths) > 1 else _GROUPS["W" in str(schedule)]
-        shown = name + " (ZBV)" * (name == "ZBVZeroBubble")
-        facts = f"  {shown:<23}{len(placed.stages_of(0)):6}  {about}"
-        groups[title].append(fill(facts, 80, subsequent_indent=" " * 33))
+        facts = f"  {name:<22}{len(placed.stages_of(0))}  {about}"
+        groups[title].append(fill(facts, 80, subsequent_indent=" " * 27))
     click.echo(_START)
     for title, listed in groups.items():
         if listed:
@@ -106,10 +105,9 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 
 
 _START = """\
-start with ZBV, short for ZBVZeroBubble; with VHalf or VMin where memory is
-  short; fpipe compare has the times and the memory of all
+start with ZBV, short for ZBVZeroBubble; fpipe compare has times and memory
 
-schedule                 stages  what it does (stages: of a rank, by default)"""
+  schedule              stages of a rank, and what it does"""
 _GROUPS = (
     "a backward is one action, B",
     "a backward can be two actions, I and W, so that ranks wait less",

@@ -335,12 +335,11 @@ def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
     start, head, *groups = printed(capsys, "names").split("\n\n")
     assert start.startswith("start with ZBV, short for ZBVZeroBubble; "), "it was the last line"
     assert head.split()[:2] == ["schedule", "stages"]
-    one, two, on_two_ranks = (  # what is longer than 80 columns goes on
-        re.sub(r"\n {30,}", " ", group).splitlines()[1:] for group in groups
-    )
+    one, two, on_two_ranks = (group.splitlines()[1:] for group in groups)
     lines = {line.split()[0]: line for line in one + two + on_two_ranks}
     assert sorted(lines) == sorted(schedule_names())
-    assert lines["ZBVZeroBubble"].split()[:3] == ["ZBVZeroBubble", "(ZBV)", "2"]
+    assert len(lines) == len(one + two + on_two_ranks), "a schedule had up to four lines"
+    assert lines["ZBVZeroBubble"].split()[:2] == ["ZBVZeroBubble", "2"]
     assert all(len(line.split()) > 3 and "`" not in line for line in lines.values())
     assert one[0].split()[0] == "GPipe" and len(on_two_ranks) == 2
     assert {line.split()[0] for line in two} >= {"ZBVZeroBubble", "DualPipeV", "SeqZBH1"}
@@ -349,7 +348,7 @@ def test_names_begin_a_line_each(capsys: pytest.CaptureFixture[str]):
 def test_names_are_filtered_and_printed_as_json(capsys: pytest.CaptureFixture[str]):
     found = json.loads(printed(capsys, "names", "dualpipe*", "ZBV", "--json"))
     assert [row["name"] for row in found] == ["ZBVZeroBubble", "DualPipeV", "DualPipe"]
-    assert found[0]["about"].startswith("Zero bubble on a V, also called ZBV: the memory of 1F1B")
+    assert found[0]["about"] == "Zero bubble on a V, for the memory of 1F1B."
 
 
 def test_check_prints_json(capsys: pytest.CaptureFixture[str]):
