@@ -117,7 +117,8 @@ _GROUPS = (
 
 _COLUMNS = """\
 total: time of a step, from the first start to the last end of all ranks
-bubble: idle share, 1 - work / span; the span is the longest time of one rank
+bubble: idle share, 1 - work / span; the span is the longest time of one rank, \
+from its first action to its last, so equal totals can have other bubbles
 memory: the fullest rank's peak{}
 * is the best of a column{}
 the one to take has the least total; of equal ones the fewest weights, then the \
