@@ -32,7 +32,7 @@ import published  # noqa: E402
 import types_of  # noqa: E402
 
 import fpipe  # noqa: E402
-from fpipe.generators import about_schedule, catalogue, orders_slices  # noqa: E402
+from fpipe.generators import catalogue, orders_slices  # noqa: E402
 
 # ---- pages of files outside of docs/ ----
 #: page -> the file that it shows
@@ -280,13 +280,14 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         schedule = fpipe.make_schedule(name, P, M, slices=K if orders_slices(name) else 1)
         timeline = schedule.simulate(per="rank")
         facts = FACTS[name]
+        about = inspect.getdoc(catalogue.ENTRIES[catalogue.key(name)].make).partition(">>>")[0]
         pictures[f"zoo/{name}.svg"] = svg(timeline)
         pictures[f"zoo/{name}-phone.svg"] = svg(timeline, width=390)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
         lines += [
             f"## {name}",
             "",
-            about_schedule(name).replace("``", "`"),
+            about.replace("``", "`").strip(),
             "",
             "<picture>",
             f'  <source media="(max-width: 600px)" srcset="zoo/{name}-phone.svg">',
@@ -384,6 +385,30 @@ SECTIONS = {
     "Tests": ("interop", "testing"),
 }
 
+#: function or class -> its arguments in groups, those of every day first
+GROUPS = {
+    "fpipe.pipeline": {
+        "What runs": "stages schedule loss microbatches group",
+        "Parameters and numbers": "reduction accumulate frozen tied seed",
+        "Copies, slices and outputs": "dp slices outputs",
+        "How stages run": "engine compile overlap more",
+    },
+    "fpipe.Stage": {
+        "What runs": "fn aux_loss engine compile",
+        "Parameters and names": "frozen ties name layers weights",
+        "State, and a carry from slice to slice": "state initial_state carry initial_carry",
+        "What is known without a trace": "like dynamic",
+    },
+    "fpipe.Costs": {
+        "Times of actions": "F I W B overlap unit",
+        "Times of messages": "comm boundary bandwidth send receive",
+        "Memory": "saved kept",
+        "Microbatches that differ": "load size",
+    },
+}
+#: class -> members that few users need: they come last
+RARE = {"fpipe.Pipeline": "captured under rerouted refuse rehearse"}
+
 
 def reference() -> dict[str, str]:
     """The pages of the reference: every public name with its signature and docstring; a name
@@ -403,11 +428,12 @@ def _page(page: str) -> str:
         f"{ABOUT[page]} [All of fpipe](../all.md) has one line for each name.",
         "",
     ]
-    for title, (where, names) in SECTIONS.items():
-        if where != page:
-            continue
-        lines += [f"## {title}", ""]
-        for name in names.split():
+    here = {title: names.split() for title, (where, names) in SECTIONS.items() if where == page}
+    for title, names in here.items():
+        lines.append(f"* {title}: {', '.join(f'[`{name}`](#fpipe.{name})' for name in names)}")
+    for title, names in here.items():
+        lines += ["", f"## {title}", ""]
+        for name in names:
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
     return "\n".join([*lines, *_types_of_page(page)])
 
@@ -555,7 +581,10 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     for base in bases(value).values() if inspect.isclass(value) else ():
         lines += [f"It has all members of {_linked(base, f'fpipe.{base}')} too.", ""]
     if name != "fpipe.errors" or not inspect.ismodule(value):
-        for member, inner in members(name, value):
+        rare = [f"{name}.{member}" for member in RARE.get(name, "").split()]
+        for member, inner in sorted(members(name, value), key=lambda item: item[0] in rare):
+            if member in rare[:1]:
+                lines += [f"### {name}: members that few programs need {{#{name}.rare}}", ""]
             if is_of_fpipe(inner):
                 lines += [f"### {member} {{#{member}}}", ""]
                 lines += [f"The same as {_linked(inner.__name__)}.", ""]
@@ -866,7 +895,7 @@ def markdown(doc: str, name: str = "") -> str:
     for line in (
         doc.splitlines()
         if len(found) == 1
-        else [*_without_tail(found), *_tail(found), *_lists(found)]
+        else [*_without_tail(found), *_tail(found), *_lists(found, name)]
     ):
         if "```" in line:
             open_before = not open_before
@@ -951,7 +980,7 @@ def _tail(found: dict[str, list[str]]) -> list[str]:
     return ["", *found[""][_example(found) :]]
 
 
-def _lists(found: dict[str, list[str]]) -> Iterator[str]:
+def _lists(found: dict[str, list[str]], name: str) -> Iterator[str]:
     """The sections as lists; names of arguments and errors are code."""
     for head in HEADS:
         items = found.get(head, [])
@@ -959,14 +988,27 @@ def _lists(found: dict[str, list[str]]) -> Iterator[str]:
             yield from ("", f"**{head[:-1]}**", "")
         if head == "Returns:":
             yield " ".join(items)
-            continue
-        for item in items:
-            names, _, text = item.partition(": ")
-            yield (
-                f"* {', '.join(f'`{name}`' for name in names.split(', '))}: {text}"
-                if text
-                else f"* {item}"
-            )
+        elif head == "Args:" and name in GROUPS:
+            yield from _grouped(items, name)
+        else:
+            yield from map(_item, items)
+
+
+def _grouped(items: list[str], name: str) -> Iterator[str]:
+    """The arguments in their groups, a list below each title."""
+    said = {item.partition(":")[0]: item for item in items}
+    groups = {title: names.split() for title, names in GROUPS[name].items()}
+    if wrong := said.keys() ^ {arg for args in groups.values() for arg in args}:
+        raise ValueError(f"GROUPS and the arguments of {name} differ: {sorted(wrong)}")
+    for title, args in groups.items():
+        yield from (f"*{title}*", "", *(_item(said[arg]) for arg in args), "")
+
+
+def _item(item: str) -> str:
+    names, _, text = item.partition(": ")
+    if not text:
+        return f"* {item}"
+    return f"* {', '.join(f'`{name}`' for name in names.split(', '))}: {text}"
 
 
 # ---- mkdocs ----
@@ -1033,7 +1075,9 @@ BOOST = {
     "howto/choose.md": 3,
     "howto/memory.md": 2,
     "glossary.md": 4,
-    "changelog.md": 0.5,
+    "howto/hang.md": 2,
+    "howto/schedule.md": 2,
+    "changelog.md": 0.3,
 }
 
 
@@ -1051,12 +1095,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Shorten names in the contents of a page of the reference, and let outputs wrap that have an
-    error.
+    """Shorten names in the contents of a page of the reference, let outputs wrap that have an
+    error, and leave other code out of the search, whose excerpts are sentences.
     """
     if page.file.src_uri.startswith("reference/"):
         shorten(page.toc)
-    return wrapped(html)
+    return wrapped(html).replace('class="highlight"', 'class="highlight" data-search-exclude')
 
 
 def wrapped(html: str) -> str:

@@ -16,8 +16,8 @@ from ..lowering.plan import Plan
 from .prepare import Prepared
 
 HEADING = (
-    "<p>Plan of {}, {}; open a rank for its instructions, which scroll. A slot holds one tensor; "
-    "the peak is the most bytes held at once, without parameters and the batch.</p>"
+    "<p><b>Plan of {}, {}</b><br/>Open a rank for its instructions, which scroll.<br/>"
+    "The peak is the most bytes held at once, without parameters and the batch.</p>"
 )
 
 

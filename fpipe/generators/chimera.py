@@ -39,9 +39,10 @@ Leg: TypeAlias = tuple[int, Op, Sequence[range]]
 
 
 def make_chimera(ranks: int, microbatches: int, stages: int) -> Made:
-    """Two pipelines of 1F1B in opposite directions, every stage on two ranks: less idle time than
-    1F1B with up to twice as many microbatches as ranks. Of an odd count of
-    microbatches one more goes down than up.
+    """Two pipelines of 1F1B in opposite directions.
+
+    Every stage is on two ranks: less idle time than 1F1B with up to twice as many microbatches
+    as ranks. Of an odd count of microbatches one more goes down than up.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("Chimera", 2, 2, 2))

@@ -37,8 +37,10 @@ from .shapes import two_directions
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Made:
-    """DualPipe on a V: weights once; a forward and a backward run as one to hide messages, for half
-    a microbatch more memory than 1F1B.
+    """DualPipe on a V: a rank holds its weights once.
+
+    A forward and a backward run as one to hide messages, for half a microbatch more memory than
+    1F1B.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("DualPipeV", 1, 3, 2))
@@ -56,8 +58,9 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Made:
 
 
 def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Made:
-    """Microbatches from both ends, every stage on two ranks; a forward and a backward run as one to
-    hide messages. Of an odd count of microbatches one more goes down than up.
+    """From both ends; F and B run as one to hide messages.
+
+    Every stage is on two ranks. Of an odd count of microbatches one more goes down than up.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("DualPipe", 2, 2, 2))

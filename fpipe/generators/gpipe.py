@@ -18,7 +18,9 @@ from .shapes import one_chunk_a_rank
 
 
 def make_gpipe(ranks: int, microbatches: int, stages: int) -> Made:
-    """All forwards, then all backwards, both in ascending order.
+    """All forwards, then all backwards.
+
+    Both are in ascending order of microbatches.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("GPipe", 2, 2, 2))

@@ -28,8 +28,9 @@ from .shapes import even_parts
 
 
 def make_hanayo(ranks: int, microbatches: int, stages: int) -> Made:
-    """Down the ranks and up again in ``stages / ranks / 2`` waves: idle time falls with more
-    waves, for the memory of 1F1B.
+    """Waves down the ranks and up, the memory of 1F1B.
+
+    There are ``stages / ranks / 2`` waves: idle time falls with more of them.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("Hanayo", 2, 2, 4))

@@ -81,8 +81,9 @@ def _looped(
 
 
 def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
-    """1F1B over several stages a rank, for any number of microbatches: less idle time than 1F1B;
-    more memory with more microbatches than ranks.
+    """1F1B over several stages a rank: less idle time.
+
+    For any number of microbatches; with more microbatches than ranks it takes more memory.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("Interleaved1F1B", 2, 2, 4))
@@ -97,7 +98,9 @@ def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> 
 
 
 def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Made:
-    """Breadth first: all microbatches through one chunk after another, and back in reverse.
+    """All microbatches through one chunk after another.
+
+    Breadth first, and back in reverse.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("LoopedBFS", 2, 2, 4))

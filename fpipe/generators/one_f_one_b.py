@@ -47,8 +47,10 @@ from .shapes import one_chunk_a_rank
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
-    """One forward, one backward in turn, after a forward for each rank from this one to the last; a
-    rank holds at most as many microbatches.
+    """One forward, one backward in turn.
+
+    Before them a forward for each rank from this one to the last; a rank holds at most as many
+    microbatches.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("1F1B", 2, 3, 2))
@@ -59,7 +61,9 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
 
 
 def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
-    """1F1B after up to twice as many forwards, which hide communication.
+    """1F1B with more forwards ahead, to hide messages.
+
+    Up to twice as many as in 1F1B.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("Eager1F1B", 2, 4, 2))
@@ -70,7 +74,9 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
 
 
 def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Made:
-    """1F1B over slices of sequences; backwards run from the last slice.
+    """1F1B over slices of sequences.
+
+    Backwards run from the last slice.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("Seq1F1B", 2, 2, 2, slices=2))
@@ -82,7 +88,9 @@ def make_seq_one_f_one_b(ranks: int, microbatches: int, stages: int, slices: int
 
 
 def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Made:
-    """1F1B whose forwards and backwards run as one, after up to twice as many forwards.
+    """1F1B whose forwards and backwards run as one.
+
+    Before them up to twice as many forwards as in 1F1B.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("Overlapped1F1B", 2, 4, 2))

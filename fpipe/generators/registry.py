@@ -19,7 +19,7 @@ def about_schedule(name: str) -> str:
     """One line about a schedule: the first paragraph of the docstring of its function.
 
     >>> about_schedule("GPipe")
-    'All forwards, then all backwards, both in ascending order.'
+    'All forwards, then all backwards.'
     """
     summary = (inspect.getdoc(ENTRIES[key(name)].make) or "").partition("\n\n")[0]
     return " ".join(summary.split())

@@ -73,7 +73,9 @@ def block(p: int, down: int, limit: int) -> Block:
 
 
 def make_v_min(ranks: int, microbatches: int, stages: int) -> Made:
-    """Zero bubble on a V within a third of the memory of 1F1B and two microbatches, at more idle
+    """A third of the memory of ZBV, more idle time.
+
+    Zero bubble on a V within a third of the memory of 1F1B and two microbatches, at more idle
     time than VHalf.
 
     >>> from fpipe import make_schedule
@@ -84,8 +86,9 @@ def make_v_min(ranks: int, microbatches: int, stages: int) -> Made:
 
 
 def make_v_half(ranks: int, microbatches: int, stages: int) -> Made:
-    """Zero bubble on a V within half of the memory of 1F1B and one microbatch, at more idle time
-    than ZBV.
+    """Half of the memory of ZBV, more idle time.
+
+    Zero bubble on a V within half of the memory of 1F1B and one microbatch.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("VHalf", 1, 2, 2))

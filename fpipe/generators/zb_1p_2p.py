@@ -23,7 +23,9 @@ from .shapes import one_chunk_a_rank
 
 
 def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Made:
-    """Time and memory as ZBH1; weight gradients where a rank would wait.
+    """As ZBH1, with weight gradients where a rank waits.
+
+    Its time and memory are those of ZBH1.
 
     >>> from fpipe import make_schedule
     >>> make_schedule("ZB1P", 4, 8, 4).simulate().span
@@ -33,8 +35,9 @@ def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Made:
 
 
 def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Made:
-    """Twice the memory of 1F1B; no idle time of a rank with enough microbatches, and weight
-    gradients where it would wait.
+    """As ZBH2, with weight gradients where a rank waits.
+
+    For twice the memory of 1F1B. With enough microbatches no rank is idle within its span.
 
     >>> from fpipe import make_schedule
     >>> make_schedule("ZB2P", 4, 8, 4).simulate().span

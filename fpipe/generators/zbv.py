@@ -20,8 +20,10 @@ from .patterns import Made, keep_microbatches, two_chunks
 
 
 def make_zbv(ranks: int, microbatches: int, stages: int) -> Made:
-    """Zero bubble on a V, also called ZBV: the memory of 1F1B; at equal F, I and W and twice as
-    many microbatches as ranks no idle time within the span of a rank.
+    """Zero bubble on a V, for the memory of 1F1B.
+
+    Also called ZBV. At equal F, I and W and twice as many microbatches as ranks no rank is idle
+    within its span.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("ZBVZeroBubble", 1, 2, 2))

@@ -28,8 +28,9 @@ from .shapes import one_chunk_a_rank
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Made:
-    """The memory of 1F1B and a third of its idle time at equal F, I and W; weight gradients a fixed
-    number of microbatches late.
+    """The memory of 1F1B, and a third of its idle time.
+
+    At equal F, I and W; weight gradients are a fixed number of microbatches late.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("ZBH1", 2, 3, 2))
@@ -40,8 +41,9 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Made:
 
 
 def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Made:
-    """Just under twice the memory of 1F1B; at equal F, I and W and twice as many microbatches
-    as ranks no idle time within the span of a rank.
+    """Zero bubble for up to twice the memory of 1F1B.
+
+    At equal F, I and W and twice as many microbatches as ranks no rank is idle within its span.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("ZBH2", 2, 3, 2))
@@ -52,7 +54,9 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Made:
 
 
 def make_seq_zb_h1(ranks: int, microbatches: int, stages: int, slices: int = 1) -> Made:
-    """ZBH1 over slices of sequences; backwards run from the last slice.
+    """ZBH1 over slices of sequences.
+
+    Backwards run from the last slice.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("SeqZBH1", 2, 1, 2, slices=2))
@@ -89,7 +93,9 @@ def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
 
 
 def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> Made:
-    """ZBH1 over several stages a rank: less idle time than ZBH1 for about its memory.
+    """ZBH1 over several stages a rank: less idle time.
+
+    For about the memory of ZBH1.
 
     >>> from fpipe import make_schedule
     >>> print(make_schedule("InterleavedZeroBubble", 2, 2, 4))

@@ -81,7 +81,8 @@ def test_a_pipeline_and_its_plans_are_shown():
     assert "<table" not in pipe._repr_html_()  # its heading wraps
     plans = pipe.plan(*batch)
     words = texts(plans._repr_html_())
-    assert words[0].startswith("Plan of 2 ranks, 4 microbatches; open a rank for its instructions,")
+    assert words[0] == "Plan of 2 ranks, 4 microbatches"
+    assert "<br/>Open a rank for its instructions, which scroll.<br/>" in plans._repr_html_()
     for rank in range(2):
         head = f"rank {rank}: {len(plans[rank].instructions)} instructions, "
         assert sum(word.startswith(head) for word in words) == 1  # the line that folds

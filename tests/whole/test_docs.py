@@ -207,14 +207,32 @@ def test_reference_begins_with_what_a_user_calls(hooks: ModuleType):
     more = re.findall(r"^\* `(\w+)`: (.*)", args.partition("**Raises**")[0], re.M)[-1]
     assert more[0] == "more" and more[1].startswith("options of passes, by name. ")
     assert [name for name in PASSES if f"`{name}=" not in more[1]] == []
+    contents = pages["reference/pipelines.md"].partition("\n## ")[0]
+    assert contents.index("](#fpipe.pipeline)") < contents.index("](#fpipe.per_example)")
+
+
+def test_arguments_are_in_groups(hooks: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """The options of every day were among seventeen in one list."""
+    text = hooks.reference()["reference/pipelines.md"].partition("**Args**")[2]
+    first, second = re.findall(r"^\*(\w.*)\*\n\n((?:\* .*\n)+)", text, re.M)[:2]
+    assert first[0] == "What runs" and second[1].startswith("* `reduction`: ")
+    names = re.findall(r"^\* `(\w+)`", first[1], re.M)
+    assert names == ["stages", "schedule", "loss", "microbatches", "group"]
+    monkeypatch.setitem(hooks.GROUPS, "fpipe.auto", {"All": "memory other"})
+    with pytest.raises(
+        ValueError, match=r"GROUPS and the arguments of fpipe\.auto differ: .*other"
+    ):
+        hooks.reference()
 
 
 def test_methods_of_a_pipeline_are_in_the_order_of_use(hooks: ModuleType):
     """``captured``, ``rerouted``, ``refuse`` and ``under`` stood before ``plan``."""
     text = hooks.reference()["reference/pipelines.md"]
-    names = re.findall(r"^#### fpipe\.Pipeline\.([\w\\]+) ", text, re.M)
-    assert names[:4] == [r"\_\_call\_\_", "plan", "explain", "schedule"]
-    assert {*names[-5:]} == {"captured", "under", "rerouted", "refuse", "rehearse"}
+    often, _, rare = text.partition("\n### fpipe.Pipeline: members that few programs need ")
+    names = re.findall(r"^#### fpipe\.Pipeline\.([\w\\]+) ", often, re.M)
+    assert names[:4] == [r"\_\_call\_\_", "plan", "explain", "schedule"] and names[-1] == "eval"
+    names = re.findall(r"^#### fpipe\.Pipeline\.(\w+) ", rare, re.M)
+    assert names == ["captured", "under", "rerouted", "refuse", "rehearse"]
 
 
 #: task -> the example, by words that one searches for

@@ -29,7 +29,7 @@ QUERIES = {
     "global_norm": "reference/transforms.html#fpipe.clip_by_global_norm",
     "cosine": "reference/transforms.html#fpipe.transforms.warmup_cosine",
     "from_csv": "reference/schedules.html#fpipe.Schedule.from_csv",
-    "microbatches": "reference/",
+    "microbatches": "howto/choose.html#how-many-microbatches",
     "deepspeed": "howto/migrate.html",
     "megatron": "howto/migrate.html",
     "warm-up": "howto/",
@@ -83,6 +83,14 @@ FIRST = {
     "nan loss": "faq.html#the-loss-is-nan",
     "why is the first step slow": "faq.html#why-is-the-first-step-slow",
     "zero bubble": "howto/choose.html#zero-bubble-schedules",
+    "custom schedule": "howto/schedule.html",
+    "save model": "howto/checkpoints.html",
+    "windows": "install.html#windows",
+    "MPS": "install.html#windows",
+    "inference": "faq.html#how-do-i-evaluate",
+    "slow step": "faq.html#why-are-steps-slow",
+    "reproducible": "faq.html#are-runs-reproducible",
+    "torchrun": "howto/machines.html#with-torchrun",
 }
 #: a query whose words are in all pages -> places that are not among the first pages
 NOISE = {"out of memory": "howto/cluster.html reference/interop.html howto/pipelining.html"}
@@ -97,6 +105,7 @@ QUESTIONS = {
     "weight tying": "sharp.html#tied-parameters",
     "jupyter": "howto/notebooks.html",
     "tied weights": "sharp.html#tied-parameters",
+    "seed": "sharp.html#random-numbers",
     "what is a bubble": "glossary.html#bubble",
     "multi node slurm": "howto/cluster.html#slurm",
 }

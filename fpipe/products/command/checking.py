@@ -96,9 +96,8 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
         schedule = make_schedule(name, 4, 4)
         placed = schedule.placement
         title = _GROUPS[-1] if len(placed.paths) > 1 else _GROUPS["W" in str(schedule)]
-        shown = name + " (ZBV)" * (name == "ZBVZeroBubble")
-        facts = f"  {shown:<23}{len(placed.stages_of(0)):6}  {about}"
-        groups[title].append(fill(facts, 80, subsequent_indent=" " * 33))
+        facts = f"  {name:<22}{len(placed.stages_of(0))}  {about}"
+        groups[title].append(fill(facts, 80, subsequent_indent=" " * 27))
     click.echo(_START)
     for title, listed in groups.items():
         if listed:
@@ -106,10 +105,9 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 
 
 _START = """\
-start with ZBV, short for ZBVZeroBubble; with VHalf or VMin where memory is
-  short; fpipe compare has the times and the memory of all
+start with ZBV, short for ZBVZeroBubble; fpipe compare has times and memory
 
-schedule                 stages  what it does (stages: of a rank, by default)"""
+  schedule              stages of a rank, and what it does"""
 _GROUPS = (
     "a backward is one action, B",
     "a backward can be two actions, I and W, so that ranks wait less",
@@ -119,7 +117,8 @@ _GROUPS = (
 
 _COLUMNS = """\
 total: time of a step, from the first start to the last end of all ranks
-bubble: idle share, 1 - work / span; the span is the longest time of one rank
+bubble: idle share, 1 - work / span; the span is the longest time of one rank, \
+from its first action to its last, so equal totals can have other bubbles
 memory: the fullest rank's peak{}
 * is the best of a column{}
 the one to take has the least total; of equal ones the fewest weights, then the \
@@ -268,9 +267,8 @@ def _figures(entry: comparison.Entry) -> str:
 
 
 _MEANINGS = """
-span: the longest time of one rank, from its first action to its last
-total: from the first start to the last end of all ranks; it exceeds the span if
-  no rank is both the first to start and the last to end
+span: from step to step: the longest time of one rank, first to last action
+total: one step alone: from the first start to the last end of all ranks
 memory: the fullest rank's peak{}
 bubble: idle share, 1 - work / span"""
 
@@ -280,8 +278,8 @@ def _how_good(best: Solved) -> str:
     found = "optimal: yes, no schedule with one copy of each stage has a shorter span"
     if best.gap:
         found = (
-            f"gap {best.gap:.2%} above the bound: no schedule has a span below {best.bound:.6g} "
-            f"(set by {best.bound.reason})"
+            f"gap {best.gap:.2%}: no schedule has a span below {best.bound:.6g} "
+            f"({best.bound.reason})"
         )
     found = fill(found, 80)
     mean = sum(best.timeline.busy) / best.ranks
@@ -296,13 +294,14 @@ def _how_good(best: Solved) -> str:
 
 def _verdict(
     best: Solved, entries: Sequence[comparison.Entry], limit: float, one: str, draw: str, then: str
-) -> str:
-    """Whether it is the best, beside the best named ones, and a picture unless one is as good.
+) -> tuple[str, str]:
+    """What to take and how good it is; and the figures beside those of the best named ones, with a
+    picture unless one is as good.
 
     ``draw`` are the options that draw a named one; ``then`` is what to try where none is as good.
     """
     t = best.timeline
-    named = f"no named schedule holds at most {held(limit)}"
+    named = f"take the solved schedule: no named one holds at most {held(limit)}"
     as_good = False
     solved = comparison.entry_of("solved", best, t)
     rows = [solved]
@@ -314,27 +313,28 @@ def _verdict(
         ]
         as_good = max(changes) <= ALMOST - 1
         gains = f"span {span:+.1%}, total {total:+.1%}, memory {more:+.1%}"
-        named = f"best named schedule: {taken.name} ({gains})"
+        named = f"take the solved schedule\nbest named schedule: {taken.name} ({gains})"
         if as_good:
-            named = f"no better than {taken.name}: use that"
+            named = f"take {taken.name}: the search found none better"
             then = f"fpipe draw {taken.name} {draw}"
     for copies, note in ((1, ""), (inf, " (not searched)")):
         other = comparison.take(entries, limit, copies=copies)
         if other and other not in rows and other.total <= t.total * ALMOST:
             rows.append(other)
             named += f"\nor {other.name}: {_figures(other)}{note}"
+    named += f"\n{_how_good(best)}"
     if then:
         named += f"\ntry: {then}"
     cells = [
         (e.name, f"{e.span:.6g}", f"{e.total:.6g}", held(e.memory), f"{e.bubble:.2%}") for e in rows
     ]
     table = "\n".join(pictures.aligned([("", "span", "total", "memory", "bubble"), *cells]))
-    text = f"{_how_good(best)}\n{named}\n\n{table}\n{_MEANINGS.format(one)}\n"
+    text = f"{table}\n{_MEANINGS.format(one)}\n"
     if not as_good:
         places = f"stages by rank: {repr(best.placement)[10:-1]}"
         text += "\n" + fill(places, 80, subsequent_indent="  ")
         text += f"\n\n{pictures.draw(t)}"
-    return text
+    return named, text
 
 
 @click.command()
@@ -389,8 +389,9 @@ def solve(
     [limit] = limits(memory, 1, price)
     within = f", memory at most {held(limit)}" * (limit < inf)
     count = f"stages {best.stages}{' (from the costs)' * bool(price.counts)}"
+    named, text = _verdict(best, entries, limit, _one(price), counts + priced, then)
+    click.echo(f"{named}\n")
     _say_problem(p, m, f"{count}, {_priced(price, per)}{within}")
-    text = _verdict(best, entries, limit, _one(price), counts + priced, then)
     click.echo(text, color=True)
     if out:
         best.to_csv(out)

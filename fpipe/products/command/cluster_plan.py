@@ -73,11 +73,12 @@ def plan(
 ) -> None:
     """Plan a large run: layouts that fit, those with the shortest step first.
 
-    Tensor-parallel ranks, pipeline ranks, copies, ZeRO degree, schedule, microbatch and recompute
-    are combined. Memory is that of the fullest rank; a step is simulated. Nothing needs a GPU.
+    A layout has tensor-parallel ranks, pipeline ranks, copies, ZeRO degree, schedule, microbatch
+    and recompute. Its step is simulated, its memory is that of the fullest rank. No GPU is needed.
 
     \b
-    fpipe plan --model config.json --gpus 1024 --gpu h100 --tokens 4M --seq 8192 --out plan.toml
+    fpipe plan --model config.json --gpus 1024 --gpu h100 --tokens 4M --seq 8K
+    fpipe plan --model config.json --gpus 64 --gpu a100 --tokens 1M --seq 4K --only pp=4
     """
     if tokens % seq:
         low = max(tokens // seq, 1) * seq
@@ -144,10 +145,11 @@ def _show(job: Job, result: Layouts) -> None:
             alone = search(job, lambda layout: layout.pp == 1, 1)
             against("best without a pipeline (--only pp=1)", *alone.best)
     say(
-        "\ntp: tensor-parallel ranks, pp: pipeline ranks, dp: copies; zero: what each copy holds a "
-        "share of: 1 the optimizer's state, 2 gradients too, 3 parameters too; stages: of all "
-        "pipeline ranks; recompute: what a backward computes again, selective: norms and "
-        "activation functions, full: whole layers; microbatches: how many, x sequences of each; "
+        "\ntp, pp, dp: tensor-parallel ranks, pipeline ranks, copies\n"
+        "zero: what copies share, 1 optimizer state, 2 gradients too, 3 parameters too\n"
+        "stages: of all pipeline ranks\n"
+        "recompute: in backwards, selective norms and activation functions, full layers\n"
+        "microbatches: how many, x sequences of each\n"
         "seconds: of a step; GiB: of the fullest rank"
     )
     click.echo("\nthe first layout")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
+from statistics import median
 from threading import Thread
 
 import torch
@@ -45,16 +46,24 @@ def run(settings: Settings, source: str) -> int:
     )
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     planned = s.simulate(per="rank")
-    ideal = f"bubble {planned.bubble:.0%} at equal times of F, I, W"
-    bubble = f"{ideal}; {{:.0%}} measured{sharing(s.ranks)}"
-    with screen(console, title, settings.steps, bubble, planned) as show:
-        largest = largest_difference(settings, conduct(settings, show))
-        differ = f"[bold red]differ by at most {largest:g}[/]"
+    steps: list[Step] = []
+    with screen(console, title, settings.steps, planned) as show:
+
+        def keep(step: Step) -> None:
+            steps.append(step)
+            show(step)
+
+        largest = largest_difference(settings, conduct(settings, keep))
+        differ = f"[bold red]differ by at most {largest:g} from"
+        found = differ if largest else "[bold green]identical to"
+        bubble = [step.timeline.bubble for step in steps if step.timeline][-1]
         show(
-            "Last step compared with one process: loss and gradients "
-            f"{differ if largest else 'are [bold green]identical[/]'}"
+            f"loss       from {steps[0].loss:.4f} to {steps[-1].loss:.4f}\n"
+            f"speed      {median(step.speed for step in steps):,.0f} tokens/s (median)\n"
+            f"bubble     {planned.bubble:.0%} in theory, {bubble:.0%} here{sharing(s.ranks)}\n"
+            f"check      last step: loss and gradients {found}[/] those of one process\n"
+            f"timeline   [bold]{settings.page}"
         )
-        show(f"Timeline, simulated and measured: [bold]{settings.page}[/bold]")
     return 1 if largest else 0
 
 
@@ -104,11 +113,10 @@ def of_all_ranks(parts: Sequence[Sequence[Params | None]]) -> list[Params]:
 
 @contextmanager
 def screen(
-    console: Console, title: str, steps: int, bubble: str, planned: Timeline
+    console: Console, title: str, steps: int, planned: Timeline
 ) -> Iterator[Callable[[Step | str], None]]:
-    """Shows steps and lines while the block runs: a panel of progress, loss, speed, the plan and
-    the lines; or without a terminal the lines, and one for every tenth of the steps. ``bubble``
-    is the format of a line for that of a measured step.
+    """Shows steps and text while the block runs: a panel of progress, loss, the plan and the text;
+    or without a terminal the text, and a line for every tenth of the steps.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -121,34 +129,20 @@ def screen(
     )
     task = bar.add_task("starting the ranks", total=steps)
 
-    above = Text()
     drawn = Text.from_ansi(f"\n{strip(planned, console, console.width - 4)}")
-    lines: list[Text] = []
     panel = Panel(Group(bar, drawn), title=f"[bold]fpipe train[/bold]  {title}")
 
     def show(news: Step | str) -> None:
-        nonlocal above
         if isinstance(news, str):
-            lines.append(Text.from_markup(news))
-            lines[-1].no_wrap = False
+            panel.renderable = Group(bar, drawn, Text.from_markup(news))
         else:
-            bar.update(task, completed=news.number + 1, description=described(news))
-            if news.number == 0:
-                lines.append(Text(f"Loss in the first step: {news.loss:.4f}"))
-            if news.timeline:
-                above = Text(f"\n{bubbles(news)}")
-        panel.renderable = Group(bar, above, drawn, *lines)
-
-    def bubbles(step: Step) -> str:
-        return bubble.format(step.timeline.bubble) if step.timeline else ""
+            bar.update(task, completed=news.number + 1, description=f"loss {news.loss:.4f}")
 
     def print_line(news: Step | str) -> None:
         if isinstance(news, str):
-            console.print(news)
-        elif news.number + 1 == steps or news.number % max(steps // 10, 1) == 0:
-            console.print(
-                f"step {news.number + 1:4d}   {described(news)}\n{bubbles(news)}".rstrip()
-            )
+            console.print(f"\n{news}")
+        elif (done := news.number + 1) in (1, steps) or done % max(steps // 10, 1) == 0:
+            console.print(f"step {done:4d}   loss {news.loss:.4f}")
 
     if console.is_terminal:
         with Live(panel, console=console, refresh_per_second=6):
@@ -156,8 +150,3 @@ def screen(
     else:
         console.print(title)
         yield print_line
-
-
-def described(step: Step) -> str:
-    """``loss 2.1000   5,000 tokens/s``."""
-    return f"loss {step.loss:.4f}   {step.speed:7,.0f} tokens/s"

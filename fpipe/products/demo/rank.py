@@ -114,8 +114,11 @@ def work(settings: Settings, wire: Connection) -> LastStep:
             speed = x.numel() / (time.perf_counter() - start)
             wire.send(Step(number, last.loss, speed, profiled.timeline if measured else None))
     if reports:
-        busy = sum(profiled.simulated.busy)
-        save([planned(settings.schedule, busy), profiled.timeline], settings.page)
+        theory = planned(settings.schedule, sum(profiled.simulated.busy))
+        real = profiled.timeline
+        ratio = f"{real.total / theory.total:.1f} times as long as in theory"
+        note = f"It takes {ratio}{sharing(settings.schedule.ranks)}."
+        save([theory, replace(real, note=note)], settings.page)
     return last
 
 
@@ -126,12 +129,11 @@ def planned(schedule: Schedule, busy: float) -> Timeline:
     unit = busy / sum(schedule.simulate(per="rank").busy)
     return replace(
         schedule.simulate(Costs(F=unit, I=unit, W=unit, unit="s"), per="rank"),
-        name=f"{schedule.name}, simulated",
-        note="The work of the step below, spread evenly over ranks and over F, I and W. The step "
-        f"takes longer{sharing(schedule.ranks)}.",
+        name=f"{schedule.name} in theory",
+        note="The work of the measured step, spread evenly over ranks, F, I and W.",
     )
 
 
 def sharing(ranks: int) -> str:
-    """That ranks share cores, if they do."""
-    return f", as {ranks} ranks share {counted(cores(), 'core')}" * (cores() < ranks)
+    """That processes share cores, if they do."""
+    return f": {ranks} processes share {counted(cores(), 'core')}" * (cores() < ranks)

@@ -55,8 +55,9 @@ def test_a_table_and_why(capsys: pytest.CaptureFixture[str]):
     assert sum(map(int, re.findall(r"\d+(?=[,\]])", of_first["layers"]))) == 8
     assert all(re.search(r" \d+\.\d{3} +\d+$", line) for line in lines[3:6])
     assert " TFLOP/s per GPU, " in of_first["speed"]
-    legend = " ".join(out.partition("\ntp: ")[2].partition("\n\n")[0].split())
-    assert all(f"; {name}: " in legend for name in ("stages", "microbatches", "seconds", "GiB"))
+    legend = out.partition("\ntp, pp, dp: ")[2].partition("\n\n")[0].splitlines()[1:]
+    named = [line.partition(": ")[0] for line in legend]  # a line for each, they were a paragraph
+    assert named == ["zero", "stages", "recompute", "microbatches", "seconds"]
     shares = [float(part.split()[-1].rstrip("%")) for part in of_first["time"].split(", ")]
     assert sum(shares) == pytest.approx(100, abs=0.5) and shares == sorted(shares, reverse=True)
 
@@ -68,7 +69,7 @@ def test_the_best_without_a_pipeline(capsys: pytest.CaptureFixture[str]):
     line = r"^best without a pipeline \(--only pp=1\): ([\d.]+) s, ([-+][\d.]+)% against"
     [(seconds, more)] = re.findall(line, out, re.M)
     assert float(more) == pytest.approx(100 * (float(seconds) / float(first) - 1), abs=1)
-    assert out.index("best without") < out.index("\ntp: "), "below the table"
+    assert out.index("best without") < out.index("\ntp, pp, dp: "), "below the table"
     alone = printed(capsys, LINE + " --only pp=1 --top 1")
     assert f" {seconds} " in alone and "without a pipeline" not in alone
 

@@ -48,8 +48,11 @@ def test_gradients_are_those_of_one_process(
     assert largest_difference(small, [last_step]) == 1
     assert [report.number for report in wire.sent] == [0, 1, 2]
     text = page.read_text(encoding="utf-8")
-    assert f'"{small.schedule.name}, simulated: 2 ranks' in text
-    assert "spread evenly over ranks and over F, I and W. The step takes longer, as 2 ranks" in text
+    assert f'"{small.schedule.name} in theory: 2 ranks' in text
+    assert "The work of the measured step, spread evenly over ranks, F, I and W." in text
+    assert re.search(
+        r"It takes [\d.]+ times as long as in theory: 2 processes share 1 core\.", text
+    )
     even, measured = re.findall(r'"bubble","([\d.]+)%"', text)
     assert float(even) == round(100 * small.schedule.simulate(per="rank").bubble, 1)
     assert f'"{small.schedule.name}, measured: 2 ranks' in text and float(measured) > 0
@@ -81,24 +84,26 @@ def test_screen_shows_what_is_reported(terminal: bool, monkeypatch: pytest.Monke
     file = io.StringIO()
     console = Console(file=file, width=90, force_terminal=terminal, color_system=None)
     timeline = fpipe.make_schedule("DualPipeV", 2, 4).simulate()
-    with screen(console, "ZBV", 5, "bubble {:.0%} measured", timeline) as show:
-        for number in range(5):
-            show(Step(number, 4.0 - number, 200.0, timeline if number == 4 else None))
-        show("the [bold]verdict[/]:" + 13 * " words")
+    with screen(console, "ZBV", 25, timeline) as show:
+        for number in range(25):
+            show(Step(number, 24.0 - number, 200.0, timeline if number == 4 else None))
+        show("speed  200\nthe [bold]verdict[/]:" + 13 * " words")
     shown = file.getvalue()
-    assert "ZBV" in shown and "loss 0.0000" in shown and "200 tokens/s" in shown
+    assert "ZBV" in shown and "loss 0.0000" in shown
     if terminal:
         last = shown.rpartition("fpipe train")[2].splitlines()[:-1]
-        assert "5/5" in last[1] and "bubble 8% measured" in last[3]
-        assert "DualPipeV: 2 ranks, 4 microbatches" in last[5]
-        assert "peak 2.5 microbatches" in last[6] and "weight gradient" in "".join(last)
+        assert "25/25" in last[1]
+        assert "DualPipeV: 2 ranks, 4 microbatches" in last[3]
+        assert "peak 2.5 microbatches" in last[4] and "weight gradient" in "".join(last)
         assert [line[2:9] for line in last if "rank " in line[:8]] == ["rank 0 ", "rank 1 "]
-        assert "Loss in the first step: 4.0000" in last[-4]
+        assert last[-4].startswith("│ speed  200 ")
         assert last[-1].startswith("╰") and "verdict: words words" in last[-3]
         assert last[-2].startswith("│ words") and len(last) < 24
         assert all(len(line) == 90 for line in last[1:])
     else:
-        assert shown.startswith("ZBV\nstep    1   loss 4.0000") and len(shown.splitlines()) == 8
+        steps = [int(line[5:9]) for line in shown.splitlines() if line.startswith("step")]
+        assert steps == [1, *range(2, 25, 2), 25]
+        assert shown.startswith("ZBV\nstep    1   loss 24.0000\nstep    2")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +143,7 @@ def test_on_two_processes(
     assert main(["train", "--schedule", str(plan), "--out", str(out), *common]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "2 processes, 4 stages" in text and "step 4" in text
-    assert "Last step compared with one process: loss and gradients are identical" in text
-    assert re.search(
-        r"bubble 0% at equal times of F, I, W; \d+% measured, as 2 ranks share 1 core", text
-    )
+    assert "last step: loss and gradients identical to those of one process" in text
+    assert re.search(r"bubble 0% in theory, \d+% here: 2 processes share 1 core check", text)
+    assert re.search(r"step 4 loss (\S+) loss from \S+ to \1 speed \S+ tokens/s ", text)
     assert (out / "timeline.html").stat().st_size > 10_000
