@@ -32,7 +32,7 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import widest_name, wrapped
-from .scene import Look, Scene, Scenes, has_curves, has_fused
+from .scene import Look, Scene, Scenes, has_curves, has_fused, step_of
 from .shapes import (
     CURVE,
     GAP,
@@ -171,7 +171,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
         axisbelow=True,
     )
     if fold := scenes[0].fold:
-        _ticks(axes, scenes[0], fold.microbatches, labels.step_of(45 / f.scale))
+        _ticks(axes, scenes[0], fold.microbatches, step_of(45 / f.scale))
     _label(axes, ticks, colours["ink"], font)
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from ...actions import OPS, number
 from . import labels
 from .colours import ink, of_16, palette
-from .scene import SAME, Lane, Scene, Scenes
+from .scene import SAME, Lane, Scene, Scenes, step_of
 from .shapes import busy, shares
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
@@ -158,7 +158,7 @@ def _axis(
     """Numbers above the columns ``first`` to ``stop``, each standing over the column of its
     time, behind their unit.
     """
-    step = labels.step_of(8 / layout.scale)
+    step = step_of(8 / layout.scale)
     line = f"{scene.timeline.unit[: layout.margin - 1]:<{layout.margin}}"
     tick = 0
     while (column := layout.column(scene.place(tick * step))) < stop:

@@ -382,11 +382,14 @@ function legend() {
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   const tints = new Map();  // by meaning: all scenes have one scale
-  for (const scene of scenes) for (const [keys, word] of scene.tints ?? []) tints.set(word, [keys[0] ?? "", scene]);
+  for (const scene of scenes) for (const [[key = ""], word] of scene.tints ?? []) tints.set(word, [key, scene]);
+  const notes = [];
   for (const [word, [key, scene]] of [...tints].sort(([, [a]], [, [b]]) => (a < b ? -1 : 1))) {
     if (key) swatch([[shadeOf(scene, key), "", ""]], "", word);
-    else items.push(element("span", "", "break"), element("span", word));
+    else if (word.endsWith(":")) items.push(element("span", "", "break"), element("span", word));
+    else notes.push(element("span", word));
   }
+  if (state.form < 3) items.push(...notes);  // of letters
   if (tints.size) items.push(element("span", "", "break"));
   for (const op of state.form === 2 ? "FBIW" : "") {  // letters of boxes whose colours are those of a difference
     if (scenes.some((scene) => scene.ops.includes(op)) && !plain.some((scene) => scene.ops.includes(op))) items.push(element("span", `${op} ${WORDS[op]}`));
