@@ -252,11 +252,14 @@ def _overview(lane: Lane, layout: _Layout, painted: bool) -> Line:
             owed[key] += share
         key = max((key for key in column if column[key] > 1e-9), key=owed.__getitem__, default="")
         owed[key] -= 1
-        letter = _by_chunk(key[0], key) if key else " " if painted else "."
-        letter = ENDS.get(key, letter)
-        if layout.colours:  # where an action begins
-            is_new = at in begins or key != before
-            letter = key[0] if key.startswith(tuple(OPS)) and is_new else " "
+        if not key:
+            letter = " " if painted else "."
+        elif key == before and at not in begins and at % layout.columns:
+            letter = " " if layout.colours else "-"
+        elif layout.colours:
+            letter = key[0] if key[0] in OPS else " "
+        else:
+            letter = ENDS.get(key) or _by_chunk(key[0], key)
         before = key
         cells.append((letter, key))
     return cells

@@ -459,6 +459,16 @@ def test_the_rows_of_a_difference_in_plain_text_have_one_key_below_all_lanes(
     assert letters.startswith("F forward ") and "small letters: a rank's other stage" in letters
 
 
+def test_an_overview_shows_where_an_action_ends():
+    """FFFFFFFF were four actions, and could be one."""
+    cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
+    both = [timeline("1F1B"), cheap]
+    text = pictures.draw(both, width=80, color=False, look=Look(difference=True))
+    assert "\nrank 3  ......F-B---F-B---F-B---F-" in text and "  - goes on" in text
+    back = pictures.draw(both[::-1], width=80, color=False, look=Look(difference=True))
+    assert "\n  later =-+-+-+-            +---#-+---#-" in back
+
+
 def test_a_difference_in_plain_text_has_its_columns_and_its_marks():
     """At less than 50 columns a row had its name over its first actions."""
     fast, slow = timeline("ZBV"), timeline("1F1B", costs="comm=0.5")
