@@ -519,6 +519,29 @@ def test_names_in_a_difference_have_letters_small_ones_for_the_other_stage(
     page.close()
 
 
+def test_the_colours_of_a_difference_can_be_those_of_kinds_of_work(browser: Any, tmp_path: Path):
+    """On a phone bars have no letters, so nothing told F from W."""
+    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
+    second.save(tmp_path / "a.html", against=first)
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((tmp_path / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    keys = lambda: [*page.evaluate("fpipe.state.scenes[1].keys.map((one) => one.key[0])")]
+    legend = lambda: page.inner_text("#legend")
+    before = legend()
+    assert {*keys()} == {"t"} and "weight gradient" not in before
+    page.click("#shifts")
+    assert {*keys()} == {*"FIW"} and "weight gradient" in legend() and "earlier" not in legend()
+    assert "paler: stages 4-7" in legend()
+    page.keyboard.press("d")
+    assert {*keys()} == {"t"} and legend() == before
+    second.save(tmp_path / "b.html")
+    page.goto((tmp_path / "b.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    assert page.locator("#shifts").is_hidden() and page.locator("#memory").is_visible()
+    page.close()
+
+
 def test_the_panel_of_a_difference_begins_with_the_shift(browser: Any, tmp_path: Path):
     """On a phone it was cut off below the panel."""
     first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
