@@ -120,25 +120,27 @@ def figures_of(scene: Scene) -> list[str]:
     return [", ".join(compress(row, differ)) for row in rows]
 
 
-def notes(scene: Scene) -> list[str]:
-    """The lines about a scene: what the bubble is, by cause, and what the units are."""
+def notes(scene: Scene) -> Iterator[str]:
+    """The lines about a scene: what has changed, what the bubble is, by cause, and what the units
+    are.
+    """
     t = scene.timeline
-    shares = scene.idle.items()
-    parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in shares if share > 5e-4]
-    lines = [units(scene)]
-    if parts:
-        lines.insert(0, f"{BUBBLE}: {', '.join(parts)}.")
-    elif t.total > t.span and not scene.against:
-        lines.insert(0, NO_BUBBLE)
-    if t.note:
-        lines.insert(0, t.note)
     if scene.against:
         steps = [tint(bar.shift, scene.reach) for bar in scene.bars]
         earlier = sum(step < SAME for step in steps)
         later = sum(SAME < step < ABSENT for step in steps)
         changes = f"{earlier} of {counted(len(steps), 'action')} end earlier, {later} later"
-        lines.insert(0, f"{changes}{_ends(scene, scene.against)}.")
-    return lines
+        yield f"{changes}{_ends(scene, scene.against)}."
+    if t.note:
+        yield t.note
+    parts = [
+        f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items() if share > 5e-4
+    ]
+    if parts:
+        yield f"{BUBBLE}: {', '.join(parts)}."
+    elif t.total > t.span and not scene.against:
+        yield NO_BUBBLE
+    yield units(scene)
 
 
 def _ends(*pair: Scene) -> str:

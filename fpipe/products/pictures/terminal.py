@@ -257,7 +257,7 @@ def _overview(lane: Lane, layout: _Layout, painted: bool) -> Line:
         elif key == before and at not in begins and at % layout.columns:
             letter = " " if layout.colours else "-"
         elif layout.colours:
-            letter = key[0] if key[0] in OPS else " "
+            letter = " " if key in ENDS else key[0]
         else:
             letter = ENDS.get(key) or _by_chunk(key[0], key)
         before = key

@@ -655,14 +655,14 @@ def test_idle_time_has_the_cause_that_the_simulator_knows():
     # the span is that of rank 0; rank 1 starts 1.5 later and ends 2.5 earlier
     assert one.idle == pytest.approx({"warmup": 3.5 / 20, "message": 1.5 / 20, "tail": 3 / 20})
     causes = "Bubble by cause: warm-up 17.5%, message on the way 7.5%, tail 15%."
-    assert labels.notes(one)[0] == causes
+    assert next(labels.notes(one)) == causes
 
 
 @pytest.mark.parametrize("name", [*NAMES, "VHalf", "Hanayo"])
 def test_causes_add_up_to_the_bubble(name: str):
     """Under a bubble of 0% stood `Idle, in shares of the total: warm-up 2.9%, tail 2.9%`."""
     (one,) = scenes(timeline(name, costs="" if name == "ZBV" else "comm=0.3,send=0.1,F=1.5"))
-    line = labels.notes(one)[0]
+    line = next(labels.notes(one))
     if name == "ZBV":
         assert line == labels.NO_BUBBLE and one.timeline.total > one.timeline.span
         return
@@ -792,14 +792,14 @@ def test_actions_that_end_at_the_same_time_are_counted_as_they_are_coloured():
     same = sum(bar.colours[0] == "t4" for bar in compared.bars)
     assert same == 13
     said = f"{len(compared.bars) - 4 - same} of {len(compared.bars)} actions end earlier, 4 later;"
-    assert labels.notes(compared)[0].startswith(said)
+    assert next(labels.notes(compared)).startswith(said)
 
 
 def test_a_difference_says_how_much_earlier_each_rank_ends():
     """The heading had the total and a mean over actions, and nothing by rank."""
     cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
     said = lambda *both: re.findall(
-        "; ranks end (.*)[.]$", labels.notes(scenes(both, difference=True)[1])[0]
+        "; ranks end (.*)[.]$", next(labels.notes(scenes(both, difference=True)[1]))
     )
     assert said(timeline("1F1B"), cheap) == ["9, 6.5, 4, 1.5 earlier"]
     assert said(cheap, timeline("1F1B")) == ["9, 6.5, 4, 1.5 later"]
@@ -1156,6 +1156,26 @@ def test_every_action_has_a_number_in_a_page_of_a_paper(name: str, size: tuple[i
     axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
     (names,) = (one for one in axes.collections if isinstance(one, PathCollection))
     assert len(names.get_paths()) == sum(len(bar.kinds) for bar in drawn[0].bars)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBV", "DualPipeV"])
+def test_all_bars_in_a_column_of_a_paper_have_a_number_or_none(name: str):
+    """At 3.4 inches ZBV had no numbers, and Interleaved1F1B had those of B alone."""
+    drawn = scenes(timeline(name, 4, 8, costs="overlap=3" if name == "DualPipeV" else ""))
+    condensed = []
+    for width in (2.0, 2.5, 3.4, 7.0):
+        look = Look(paper=True, width=96 * width)
+        axes = plotting.plot(drawn, look, plotting.new_axes(Figure(), drawn, look))
+        stamps = [one for one in axes.collections if isinstance(one, PathCollection)]
+        count = sum(len(one.get_paths()) for one in stamps)
+        assert count in (0, sum(len(bar.kinds) for bar in drawn[0].bars))
+        assert count or width < 3.4
+        said = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert ("0: microbatch" in said) is bool(count)
+        for one in stamps:  # wide bars have letters of the usual width
+            scaled = one.get_transform().get_matrix()
+            condensed.append(scaled[0, 0] / scaled[1, 1])
+    assert condensed[-1] == 1 and all(0.65 < share <= 1 for share in condensed)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBV"])
