@@ -12,8 +12,6 @@ from .. import pictures
 from . import options
 from .options import option
 
-PAGE = 7.0  #: inches of text on a page of a paper
-
 
 @click.command()
 @click.argument(
@@ -97,7 +95,5 @@ def draw(
     for path in out:
         options.say_written(path)
     if out and look.paper and (needed := pictures.width_with_numbers(drawn, shown)):
-        wider = f"--width {needed}in or" if needed <= PAGE else "on a page, only"
-        lack = "letter, so kinds of work look alike;\n" if difference else "number; "
-        click.echo(f"narrow bars have no {lack}{wider} fewer microbatches leave room")
+        click.echo(f"bars have no names; --width {needed}in or fewer microbatches leave room")
     click.echo(text, nl=False, color=True)

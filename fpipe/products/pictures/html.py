@@ -125,7 +125,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "slices": scene.timeline.slices,
         "cell": scene.cell,
         "mean": scene.mean,
-        "palette": colour_table(sorted(scene.colours), scene.shades),
+        "palette": colour_table(palette(scene.shades), scene.shades),
         "paler": labels.paler_stages([scene]),
         "tints": list(labels.tints([scene])),
         "scale": scale,

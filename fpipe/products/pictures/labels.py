@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import compress, groupby
-from math import floor, log10
-from statistics import fmean
 from typing import TypeAlias
 
 from ...actions import KINDS, Action, counted, number
@@ -114,60 +112,46 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
 
 
 def figures_of(scene: Scene) -> list[str]:
-    """``bubble 12.5%, peak 4`` by rank, without what is the same for all, which the header has;
-    peaks also to be compared.
-    """
+    """``bubble 12.5%, peak 4`` by rank, without what is the same for all, which the header has."""
     rows = [
         (f"bubble {percent(lane.bubble)}", f"peak {held(lane.peak, scene)}") for lane in scene.lanes
     ]
     differ = [len({*column}) > 1 for column in zip(*rows, strict=True)]
-    differ[1] |= scene.against is not None
     return [", ".join(compress(row, differ)) for row in rows]
 
 
-def notes(scene: Scene) -> list[str]:
-    """The lines about a scene: what the bubble is, by cause, and what the units are."""
+def notes(scene: Scene) -> Iterator[str]:
+    """The lines about a scene: what has changed, what the bubble is, by cause, and what the units
+    are.
+    """
     t = scene.timeline
-    shares = scene.idle.items()
-    parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in shares if share > 5e-4]
-    lines = [units(scene)]
-    if parts or t.total > t.span:
-        lines.insert(0, f"{BUBBLE}: {', '.join(parts)}." if parts else NO_BUBBLE)
-    if t.note:
-        lines.insert(0, t.note)
     if scene.against:
-        other = scene.against
-        pair = (
-            "I and W are compared with B of the same layers, which does the work of both."
-            if "I" in scene.ops
-            else "B is compared with W of the same layers: each ends a backward."
-        )
-        more = f" {pair}" * (scene.ops != other.ops)
-        lines.insert(0, f"In brackets: the change from {other.name}.{more}")
         steps = [tint(bar.shift, scene.reach) for bar in scene.bars]
-        pairs = zip(scene.bars, steps, strict=True)
-        earlier = [-(bar.shift or 0.0) for bar, step in pairs if step < SAME]
-        if earlier:
-            by = time(fmean(earlier), scene)
-            later = sum(SAME < step < ABSENT for step in steps)
-            lines.insert(
-                0,
-                f"{counted(len(earlier), 'action')} of {len(steps)} end earlier, by {by} on "
-                f"average, {later} later, {steps.count(SAME)} unchanged.",
-            )
-        if len(scene.lanes) == len(other.lanes) <= 16:
-            lines[:0] = _ends(scene, other)
-    return lines
+        earlier = sum(step < SAME for step in steps)
+        later = sum(SAME < step < ABSENT for step in steps)
+        changes = f"{earlier} of {counted(len(steps), 'action')} end earlier, {later} later"
+        yield f"{changes}{_ends(scene, scene.against)}."
+    if t.note:
+        yield t.note
+    parts = [
+        f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items() if share > 5e-4
+    ]
+    if parts:
+        yield f"{BUBBLE}: {', '.join(parts)}."
+    elif t.total > t.span and not scene.against:
+        yield NO_BUBBLE
+    yield units(scene)
 
 
-def _ends(*pair: Scene) -> Iterator[str]:
+def _ends(*pair: Scene) -> str:
     """How much earlier or later each rank ends in the first scene than in the other one."""
     ends = [[max(row, default=0.0) for row in scene.timeline.ends] for scene in pair]
+    if not len(ends[0]) == len(ends[1]) <= 16:
+        return ""
     shifts = [round(now - was, 9) for now, was in zip(*ends, strict=True)]
-    if any(shifts):
-        runs = groupby(shifts, lambda shift: "later" if shift > 0 else "earlier")
-        texts = [", ".join(time(abs(by), pair[0]) for by in run) + f" {way}" for way, run in runs]
-        yield f"Ranks 0 to {len(shifts) - 1} end {', '.join(texts)}."
+    runs = groupby(shifts, lambda shift: "later" if shift > 0 else "earlier")
+    texts = [", ".join(time(abs(by), pair[0]) for by in run) + f" {way}" for way, run in runs]
+    return f"; ranks end {', '.join(texts)}" if any(shifts) else ""
 
 
 def summary(scene: Scene, mark: str = "gap", most: int = 0) -> Iterator[str]:
@@ -177,7 +161,9 @@ def summary(scene: Scene, mark: str = "gap", most: int = 0) -> Iterator[str]:
     """
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene) for lane in scene.lanes]
-    if (scene.against or len(set(peaks)) > 1) and len(peaks) <= most:
+    if len(set(peaks)) == 1:
+        text += " on each rank" * bool(scene.against)
+    elif len(peaks) <= most:
         text += f", by rank: {', '.join(peaks)}"
     yield text
     if fold := scene.fold:
@@ -224,16 +210,6 @@ def hint(bar: Bar, scene: Scene) -> str:
     else:
         than = f"{time(abs(bar.shift), scene)} {'later' if bar.shift > 0 else 'earlier'} than"
     return f"{text}; {than} in {scene.against.name}"
-
-
-def step_of(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, ...) that is at least ``least``.
-
-    >>> step_of(3), step_of(0.04), step_of(51)
-    (5.0, 0.05, 100.0)
-    """
-    power = 10.0 ** floor(log10(least))
-    return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
 
 
 def with_code(line: str) -> str:
@@ -299,11 +275,15 @@ def tints(scenes: Scenes, below: str = "") -> Iterator[Entry]:
     found = {int(key[1:]) for scene in scenes if scene.against for key in scene.colours}
     for key in sorted(found, key=lambda key: -key if below and key < SAME else key):
         step = abs(key - SAME)
-        until = time(last.reach * step / 4, last)
-        start = f"{number(last.reach * (step - 1) / 4)} to" if step > 1 else "up to"
+        low = last.reach * (step - 1) / 4
+        span = f"{number(low)} to {time(low + last.reach / 4, last)}"
+        if step == 4:
+            span = f"{time(low, last)} or more"
         way = "later" if key > SAME else "earlier"
-        meaning = f"{start} {until} {way}".removesuffix(f" {below}")
+        meaning = f"{span} {way}".removesuffix(f" {below}")
         yield (f"t{key}",), {SAME: "at the same time", ABSENT: "not there"}.get(key, meaning)
+    if last.ops != last.against.ops:
+        yield (), "I, W: against B" if "I" in last.ops else "B: against W"
 
 
 def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator[Entry]:

@@ -32,10 +32,12 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import widest_name, wrapped
-from .scene import Look, Scene, Scenes, has_curves, has_fused
+from .scene import Look, Scene, Scenes, has_curves, has_fused, step_of
 from .shapes import (
     CURVE,
     GAP,
+    LETTERS,
+    NARROW,
     PALE,
     PAPER_LETTERS,
     Frame,
@@ -49,8 +51,7 @@ from .shapes import (
 PAPER_WIDTH = 650.0  #: of a figure in the style "paper": a page of a paper is about 7 inches wide
 FOOT = 70.0  #: pixels below the last scene
 LINE = 13.0  #: of the text above a scene
-LEFT, RIGHT = 48.0, 10.0  #: pixels beside the lanes
-LETTERS = 1.1  #: how much wider than ``text_width`` the letters of matplotlib are
+LEFT, RIGHT = 42.0, 8.0  #: pixels beside the lanes
 
 
 def paint(scenes: Scenes, look: Look, suffix: str) -> bytes:
@@ -110,9 +111,9 @@ def width_with_numbers(scenes: Scenes, look: Look) -> float:
     """The inches that a picture for a paper needs for numbers in its short bars; 0 if it has
     them.
     """
-    widest = widest_name(scenes, 1 + bool(scenes[-1].against)) - 0.1
+    widest = widest_name(scenes, 1 + bool(scenes[-1].against)) - 0.2
     cells = max(scene.length for scene in scenes) / min(scene.cell for scene in scenes)
-    need = LEFT + RIGHT + cells * PAPER_LETTERS * LETTERS * widest
+    need = LEFT + RIGHT + cells * PAPER_LETTERS * NARROW * widest
     return ceil(need / 9.6) / 10 if need > (look.width or PAPER_WIDTH) else 0.0
 
 
@@ -142,7 +143,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
     above = _above(scenes, look, width)
     pitch = (height - (len(scenes) - 1) * above) / sum(len(scene.lanes) for scene in scenes)
     curve = CURVE if has_curves(scenes, look) else 0.0
-    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), LETTERS)
+    f = frame(scenes, look, width, (pitch - GAP) / (1 + curve), NARROW if look.paper else LETTERS)
     font = 7 if look.paper else 8
     colours = palette(max(scene.shades for scene in scenes), bool(look.dark))
     ticks: dict[float, str] = {}
@@ -171,7 +172,7 @@ def plot(scenes: Scenes, look: Look, axes: Axes | None = None) -> Axes:
         axisbelow=True,
     )
     if fold := scenes[0].fold:
-        _ticks(axes, scenes[0], fold.microbatches, labels.step_of(45 / f.scale))
+        _ticks(axes, scenes[0], fold.microbatches, step_of(45 / f.scale))
     _label(axes, ticks, colours["ink"], font)
     axes.xaxis.label.set(color=colours["ink"], fontsize=font)
     axes.grid(axis="x", color=colours["line"], linewidth=0.6)
@@ -251,7 +252,7 @@ def _draw(axes: Axes, scene: Scene, y: float, f: Frame, colours: Mapping[str, st
         facecolors=[ink(colours[name.colour]) for name in names],
         linewidths=0,
     )
-    stamps.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)
+    stamps.set_transform(Affine2D().scale(f.narrow / 72, 1 / 72) + axes.figure.dpi_scale_trans)
     axes.add_collection(rectangles, autolim=False)
     if names:
         axes.add_collection(stamps, autolim=False)

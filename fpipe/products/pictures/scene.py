@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import floor, inf, log10
 from typing import NamedTuple, TypeAlias
 
 from ...actions import KINDS, AnyAction, Placement, Timeline, Wait, readable
@@ -32,6 +32,7 @@ CAUSES = {
 #: tints: 0 to 3 earlier, from much to little; 5 to 8 later, from little to much
 SAME = 4
 ABSENT = 9
+DIGITS = (1, 2, 3, 4, 5, 6, 8, 10)  #: of their steps
 BYTES = 4096  #: what ranks hold is in bytes from here on, or else in microbatches
 
 #: name, memory, total, and whether no other has less of one and not more of the other
@@ -115,7 +116,7 @@ class Scene:
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
     unit: str  # of what ranks hold
     against: Scene | None = None  # what it is compared with
-    reach: float = 0.0  # the greatest shift of all that are compared, either way
+    reach: float = 0.0  # four steps of shifts, round numbers, the same in all that are compared
     fold: Fold | None = None
 
     @property
@@ -231,7 +232,8 @@ def scenes(timelines: Timelines, difference: bool = False) -> Scenes:
     if difference:
         rest = [_against(first, scene) for scene in rest]
         most = max((abs(bar.shift or 0.0) for scene in rest for bar in scene.bars), default=0.0)
-        rest = [_tinted(scene, most) for scene in rest]
+        reach = 4 * step_of(most / 4, DIGITS) if most else 0.0
+        rest = [_tinted(scene, reach) for scene in rest]
     return first, *rest
 
 
@@ -331,6 +333,17 @@ def _provides(bar: Bar, fact: str) -> bool:
 
 
 # ---- differences ----
+def step_of(least: float, starts: Iterable[int] = (1, 2, 5, 10)) -> float:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, ...) that is at least ``least``, or of
+    numbers with other first digits.
+
+    >>> step_of(3), step_of(0.04), step_of(51), step_of(3, range(1, 11))
+    (5.0, 0.05, 100.0, 3.0)
+    """
+    power = 10.0 ** floor(log10(least))
+    return next(power * k for k in starts if power * k >= least * (1 - 1e-9))
+
+
 def _against(first: Scene, second: Scene) -> Scene:
     """``second`` with how much earlier or later its actions end than in ``first``.
 
@@ -368,29 +381,29 @@ def _against(first: Scene, second: Scene) -> Scene:
     return replace(second, lanes=tuple(lanes), against=first)
 
 
-def _tinted(scene: Scene, most: float) -> Scene:
-    """The scene in the colours of its shifts, of which the greatest of all scenes is ``most``."""
+def _tinted(scene: Scene, reach: float) -> Scene:
+    """The scene in the colours of its shifts, of which the last tint begins at 3/4 of ``reach``."""
     lanes = [
         lane._replace(
             bars=tuple(
-                bar._replace(colours=(f"t{tint(bar.shift, most)}",) * len(bar.kinds))
+                bar._replace(colours=(f"t{tint(bar.shift, reach)}",) * len(bar.kinds))
                 for bar in lane.bars
             )
         )
         for lane in scene.lanes
     ]
-    return replace(scene, lanes=tuple(lanes), reach=most)
+    return replace(scene, lanes=tuple(lanes), reach=reach)
 
 
-def tint(shift: float | None, most: float) -> int:
-    """The tint of a shift, where the greatest is ``most``.
+def tint(shift: float | None, reach: float) -> int:
+    """The tint of a shift, where four steps are ``reach``.
 
     >>> [tint(shift, 8) for shift in (-8, -1, 0, 0.5, 8, None)]
     [0, 3, 4, 5, 8, 9]
     """
     if shift is None:
         return ABSENT
-    if abs(shift) <= 1e-9 * most:
+    if abs(shift) <= 1e-9 * reach:
         return SAME
-    step = min(int(4 * abs(shift) / most), 3) + 1
+    step = min(int(4 * abs(shift) / reach + 1e-9), 3) + 1
     return SAME + (step if shift > 0 else -step)

@@ -30,6 +30,8 @@ TIGHT = 15  # with short names
 WIDER = 1400  # a window of 1440 shows all of it
 SMALLEST = 8.0  # letters
 PAPER_LETTERS = 7 * 96 / 72  # the smallest that conferences accept
+LETTERS = 1.1  # how much wider than ``text_width`` the letters of matplotlib are
+NARROW = 0.75  # the same of numbers for a paper, which are condensed where bars are narrow
 PALE = {"curve": 0.45}  # what is not opaque
 FINE = 4  # a stripe
 WIDEST = 2200
@@ -98,6 +100,7 @@ class Frame(NamedTuple):
     least: float  # size of letters
     named: float  # the least width of bars with names
     dense: bool  # whether actions are too narrow to be drawn one by one
+    narrow: float  # how wide letters in bars are, as a share of their usual width
 
     @property
     def pitch(self) -> float:
@@ -120,7 +123,7 @@ def frame(
     lettered = 2 if scenes[-1].against else 3  # where colours are shifts, letters say what it is
     for detail in (3, lettered, 1):  # the fullest names that fit into a short bar
         shown = [scene for scene in scenes if has_names(scene, detail)]
-        longest = widest_name(shown, detail) - 0.1 * look.paper
+        longest = widest_name(shown, detail) - 0.2 * look.paper
         space = min(scene.cell for scene in shown) * scale
         size = min(space / longest, least if look.paper else 12.0)
         if size >= (max(least, 9.5) if detail == 3 else least):
@@ -128,12 +131,15 @@ def frame(
     else:  # the kinds with long bars have names then
         size = least
         named = size * longest
-        if max(bar.end - bar.start for scene in shown for bar in scene.bars) * scale < named:
+        longest = max(bar.end - bar.start for scene in shown for bar in scene.bars)
+        if look.paper or longest * scale < named:  # for a paper all bars have one, or none
             detail = 0
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     dense = min(scene.mean for scene in scenes) * scale < (PAPER_CELL if look.paper else LEAST_CELL)
     least /= letters
-    return Frame(scale, lane, curve, detail, size / letters, letters, hints, least, named, dense)
+    narrow = min(space / longest / PAPER_LETTERS / LETTERS, 1.0) if look.paper else 1.0
+    size /= letters
+    return Frame(scale, lane, curve, detail, size, letters, hints, least, named, dense, narrow)
 
 
 def has_names(scene: Scene, detail: int) -> bool:
@@ -208,7 +214,7 @@ def _bars(lane: Lane, scene: Scene, f: Frame, y: float) -> Iterator[Shape]:
             label = name(part, f.detail) if has_names(scene, f.detail) else ""
             if scene.against and scene.shades == 2 and kind.endswith("1"):
                 label = label.lower()  # its colour does not tell the stage
-            need = max(f.letters * text_width(label, size) + 2, f.named)
+            need = max(f.letters * (text_width(label, size) + 0.1 * size), f.named)
             if label and size >= f.least and wide >= need:
                 middle = (bar.start + bar.end) / 2
                 yield Label(middle, top + height / 2, label, size, colour, wide - 2)

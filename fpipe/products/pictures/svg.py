@@ -20,7 +20,7 @@ from ...actions import OPS
 from . import labels
 from .colours import ink, palette
 from .labels import text_width, wrapped
-from .scene import Look, Scene, Scenes
+from .scene import Look, Scene, Scenes, step_of
 from .shapes import GAP, PALE, Frame, Label, Rect, Shape, frame, natural_size, shapes
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -117,7 +117,7 @@ def _sheet(scenes: Scenes, look: Look) -> _Sheet:
 def _axis(end: float, scene: Scene, sheet: _Sheet, y: float) -> Iterator[str]:
     """The times above the lanes, and what is beside them."""
     f = sheet.frame
-    step = labels.step_of((45 if sheet.short else 70) / f.scale)
+    step = step_of((45 if sheet.short else 70) / f.scale)
     height = len(scene.lanes) * f.pitch - GAP + 10
     for tick in range(int(end / step + 1e-9) + 1):
         x = sheet.x(tick * step, scene)

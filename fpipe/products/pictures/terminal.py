@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from ...actions import OPS, number
 from . import labels
 from .colours import ink, of_16, palette
-from .scene import SAME, Lane, Scene, Scenes
+from .scene import SAME, Lane, Scene, Scenes, step_of
 from .shapes import busy, shares
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
@@ -158,7 +158,7 @@ def _axis(
     """Numbers above the columns ``first`` to ``stop``, each standing over the column of its
     time, behind their unit.
     """
-    step = labels.step_of(8 / layout.scale)
+    step = step_of(8 / layout.scale)
     line = f"{scene.timeline.unit[: layout.margin - 1]:<{layout.margin}}"
     tick = 0
     while (column := layout.column(scene.place(tick * step))) < stop:
@@ -252,11 +252,14 @@ def _overview(lane: Lane, layout: _Layout, painted: bool) -> Line:
             owed[key] += share
         key = max((key for key in column if column[key] > 1e-9), key=owed.__getitem__, default="")
         owed[key] -= 1
-        letter = _by_chunk(key[0], key) if key else " " if painted else "."
-        letter = ENDS.get(key, letter)
-        if layout.colours:  # where an action begins
-            is_new = at in begins or key != before
-            letter = key[0] if key.startswith(tuple(OPS)) and is_new else " "
+        if not key:
+            letter = " " if painted else "."
+        elif key == before and at not in begins and at % layout.columns:
+            letter = " " if layout.colours else "-"
+        elif layout.colours:
+            letter = " " if key in ENDS else key[0]
+        else:
+            letter = ENDS.get(key) or _by_chunk(key[0], key)
         before = key
         cells.append((letter, key))
     return cells

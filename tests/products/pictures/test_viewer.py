@@ -468,11 +468,12 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     for meaning in (
         "1F1B:",
         "ends of ZBH1's actions, against 1F1B:",
-        "5.25 to 7 earlier",
+        "6 or more earlier",
         "at the same time",
     ):
         assert meaning in legend
-    assert "In brackets: the change from 1F1B." in figures
+    assert " actions end earlier, " in figures
+    assert legend.index("at the same time") < legend.index("I, W: against B")
     assert "F\nforward" in legend
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
@@ -491,11 +492,12 @@ def test_the_head_of_a_difference_is_short_on_a_phone(browser: Any, tmp_path: Pa
     shown = lambda: [one.inner_text() for one in page.locator("#figures p:visible").all()]
     titles = lambda: [one.inner_text() for one in page.locator("#figures h1").all()]
     sizes = ": 4 ranks, 8 microbatches"
-    assert shown() == ["Ranks 0 to 3 end 9, 6.5, 4, 1.5 earlier."]
+    line = "175 of 192 actions end earlier, 2 later; ranks end 9, 6.5, 4, 1.5 earlier."
+    assert shown() == [line]
     assert titles() == [f"1F1B{sizes}", "ZBVZeroBubble against 1F1B"]
-    assert page.locator("#stage").bounding_box()["y"] < 0.35 * 844
+    assert page.locator("#stage").bounding_box()["y"] < 0.36 * 844
     page.click("#more")
-    assert len(shown()) == 7 and titles()[1] == f"ZBVZeroBubble against 1F1B{sizes}"
+    assert len(shown()) == 4 and titles()[1] == f"ZBVZeroBubble against 1F1B{sizes}"
     page.close()
 
 
@@ -514,6 +516,29 @@ def test_names_in_a_difference_have_letters_small_ones_for_the_other_stage(
     page.set_viewport_size({"width": 390, "height": 844})  # names do not fit
     page.evaluate("() => fpipe.paint()")
     assert "small letters" not in page.inner_text("#legend")
+    page.close()
+
+
+def test_the_colours_of_a_difference_can_be_those_of_kinds_of_work(browser: Any, tmp_path: Path):
+    """On a phone bars have no letters, so nothing told F from W."""
+    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
+    second.save(tmp_path / "a.html", against=first)
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((tmp_path / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    keys = lambda: [*page.evaluate("fpipe.state.scenes[1].keys.map((one) => one.key[0])")]
+    legend = lambda: page.inner_text("#legend")
+    before = legend()
+    assert {*keys()} == {"t"} and "weight gradient" not in before
+    page.click("#shifts")
+    assert {*keys()} == {*"FIW"} and "weight gradient" in legend() and "earlier" not in legend()
+    assert "paler: stages 4-7" in legend()
+    page.keyboard.press("d")
+    assert {*keys()} == {"t"} and legend() == before
+    second.save(tmp_path / "b.html")
+    page.goto((tmp_path / "b.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    assert page.locator("#shifts").is_hidden() and page.locator("#memory").is_visible()
     page.close()
 
 

@@ -15,7 +15,7 @@ function unpack(raw) {
     scene.letters = letters;
     scene.small = scene.tints.length > 0 && Math.max(...scene.codes.map(([, , kind]) => +kind.slice(1))) === 1;
     const index = new Map(scene.palette.map((entry, k) => [entry.key, k]));
-    scene.codes = scene.codes.map(([text, key, kind]) => [text, index.get(key), kind]);
+    scene.codes = scene.codes.map(([text, key, kind]) => [text, index.get(key), kind, index.get(kind)]);
     scene.lanes.forEach((lane, rank) => unpackLane(scene, lane, rank));
     finish(scene);
   }
@@ -24,18 +24,27 @@ function unpack(raw) {
 
 // What follows from the lanes of a scene.
 function finish(scene) {
-  scene.shades = Math.max(...scene.palette.map((entry) => +entry.key.slice(1))) + 1;
   scene.most = scene.lanes.reduce((most, lane) => Math.max(most, lane.most), 0) || 1;
   scene.ops = [..."FBIW"].filter((op) => scene.lanes.some((lane) => lane.names.some((name) => name.includes(op))));
   scene.forms = [...new Set(scene.lanes.flatMap((lane) => lane.names.flatMap((name) => name.replace(/\d/g, "0").split(";"))))];
   const varies = (text) => new Set(scene.lanes.map(text)).size > 1;  // what is the same for all ranks is in the head
   scene.varies = {bubble: varies((lane) => percent(lane.bubble)), peak: varies((lane) => amount(lane.peak, scene))};
   scene.keys = [...new Set(scene.lanes.flatMap((lane) => [...new Set(lane.colour)]))].sort((a, b) => a - b).map((k) => scene.palette[k]);
+  scene.shades = Math.max(...scene.keys.map((entry) => +entry.key.slice(1))) + 1;
   scene.fused = scene.lanes.some((lane) => lane.names.some((name) => name.includes(";")));
   scene.used = new Set(scene.lanes.flatMap((lane) => lane.idle.map((gap) => gap.cause)));
   const work = scene.lanes.reduce((sum, lane) => sum + lane.end.reduce((all, end, k) => all + end - lane.start[k], 0), 0);
   scene.each = work / scene.lanes.length / Math.max(scene.microbatches, 1);  // a rank's work on one microbatch
   return scene;
+}
+
+// The colours of compared scenes: of kinds of work instead of shifts, or back.
+function recolour(scenes) {
+  for (const scene of scenes.filter((one) => one.tints?.length || one.put)) {
+    for (const lane of scene.lanes) [lane.colour, lane.kind] = [lane.kind, lane.colour];
+    [scene.tints, scene.put] = [scene.put ?? [], scene.tints];
+    finish(scene);
+  }
 }
 
 // The numbers of which these are the differences.
@@ -51,17 +60,20 @@ function unpackLane(scene, lane, rank) {
   lane.start = Float64Array.from(times(lane.start));
   lane.end = Float64Array.from(times(lane.end));
   lane.names = new Array(count);
-  lane.colour = new Uint8Array(2 * count);  // two palette indices, equal unless the bar is fused
+  lane.colour = new Uint16Array(2 * count);  // two palette indices, equal unless the bar is fused
+  lane.kind = scene.tints?.length ? new Uint16Array(2 * count) : lane.colour;  // the same by kinds of work
   lane.parts_ = new Array(count);  // filled when first asked for: most are never looked at
   for (let k = 0, p = 0; k < count; k++) {
     let name = "";
     for (let part = 0; part < lane.parts[k]; part++, p++) {
-      const [text, colour, kind] = scene.codes[lane.codes[p]], unit = units[p];
+      const [text, colour, kind, plain] = scene.codes[lane.codes[p]], unit = units[p];
       if (scene.small && kind.endsWith("1")) lane.small.add(parseInt(text, 10));
       const suffix = scene.slices > 1 ? `${Math.floor(unit / scene.slices)}.${unit % scene.slices}` : unit;
       name += (part ? ";" : "") + text + suffix;
-      if (part === 0) lane.colour[2 * k] = lane.colour[2 * k + 1] = colour;
-      else if (part === 1) lane.colour[2 * k + 1] = colour;
+      if (part < 2) for (let half = part; half < 2; half++) {
+        lane.kind[2 * k + half] = plain;
+        lane.colour[2 * k + half] = colour;
+      }
     }
     lane.names[k] = name;
   }

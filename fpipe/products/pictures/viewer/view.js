@@ -3,7 +3,7 @@
 const $ = (id) => document.getElementById(id);
 let raw = null;
 const state = {
-  scenes: [], total: 1, from: 0, to: 1, scroll: 0, memory: true, critical: false, messages: false, byRank: false,
+  scenes: [], total: 1, from: 0, to: 1, scroll: 0, memory: true, difference: true, critical: false, messages: false, byRank: false,
   hover: null, chosen: null, matches: null, dense: false, found: [], at: -1, rows: [], height: 0, searches: 0, loads: 0,
 };
 const lanes = $("lanes"), map = $("map"), tip = $("tip"), query = $("query");
@@ -203,13 +203,18 @@ function next(by) {
 // ---- keys, buttons, mouse -------------------------------------------------------------------------------------------
 function toggle(name) {
   if (name === "byRank" && state.scenes.length < 2) return;
+  if (name === "difference") {
+    if ($("shifts").hidden) return;
+    recolour(state.scenes);
+    state.loads += 1;  // for the overview
+  }
   state[name] = !state[name];
   pressed();
   draw();
 }
 
 function pressed() {
-  for (const [id, name] of [["memory", "memory"], ["group", "byRank"], ["critical", "critical"], ["messages", "messages"]]) {
+  for (const [id, name] of [["memory", "memory"], ["group", "byRank"], ["critical", "critical"], ["messages", "messages"], ["shifts", "difference"]]) {
     $(id).setAttribute("aria-pressed", state[name]);
   }
   legend();
@@ -235,7 +240,7 @@ const KEYS = {
   ArrowDown: () => { state.scroll += 60; draw(); },
   "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), _: () => zoom(1 / 1.5),
   0: () => show(0, state.total), "/": () => query.focus(), "?": () => help(),
-  m: () => toggle("memory"), c: () => toggle("critical"), e: () => toggle("messages"), g: () => toggle("byRank"), w: follow, "[": () => step(-1), "]": () => step(1), Escape: letGo,
+  d: () => toggle("difference"), m: () => toggle("memory"), c: () => toggle("critical"), e: () => toggle("messages"), g: () => toggle("byRank"), w: follow, "[": () => step(-1), "]": () => step(1), Escape: letGo,
 };
 
 document.addEventListener("keydown", (event) => {
@@ -258,6 +263,7 @@ query.addEventListener("input", search);
 $("closer").onclick = () => zoom(1.5);
 $("wider").onclick = () => zoom(1 / 1.5);
 $("fit").onclick = () => show(0, state.total);
+$("shifts").onclick = () => toggle("difference");
 $("memory").onclick = () => toggle("memory");
 $("critical").onclick = () => toggle("critical");
 $("messages").onclick = () => toggle("messages");
@@ -341,6 +347,7 @@ function head() {
     return line;
   }));
   $("group").hidden = state.scenes.length < 2;
+  $("shifts").hidden = !state.scenes.some((scene) => scene.tints?.length);
   pressed();
 }
 
@@ -377,16 +384,19 @@ function legend() {
   }
   const [which, ...more] = new Set(plain.filter((scene) => scene.shades > 1).map((scene) => scene.paler));
   if (paler.length) swatch(paler, "", more.length ? "paler: other stages" : which);
-  const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", plain.length < scenes.length ? "F0: F of microbatch 0" : "0: microbatch"][state.form];
+  const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", scenes[0].letters ? "F0: F of microbatch 0" : "0: microbatch"][state.form];
   if (name && !state.dense) items.push(element("span", scenes[0].slices > 1 ? "0.1: slice 1 of microbatch 0" : name));
   if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   const tints = new Map();  // by meaning: all scenes have one scale
-  for (const scene of scenes) for (const [keys, word] of scene.tints ?? []) tints.set(word, [keys[0] ?? "", scene]);
+  for (const scene of scenes) for (const [[key = ""], word] of scene.tints ?? []) tints.set(word, [key, scene]);
+  const notes = [];
   for (const [word, [key, scene]] of [...tints].sort(([, [a]], [, [b]]) => (a < b ? -1 : 1))) {
     if (key) swatch([[shadeOf(scene, key), "", ""]], "", word);
-    else items.push(element("span", "", "break"), element("span", word));
+    else if (word.endsWith(":")) items.push(element("span", "", "break"), element("span", word));
+    else notes.push(element("span", word));
   }
+  if (state.form < 3) items.push(...notes);  // of letters
   if (tints.size) items.push(element("span", "", "break"));
   for (const op of state.form === 2 ? "FBIW" : "") {  // letters of boxes whose colours are those of a difference
     if (scenes.some((scene) => scene.ops.includes(op)) && !plain.some((scene) => scene.ops.includes(op))) items.push(element("span", `${op} ${WORDS[op]}`));
