@@ -289,21 +289,11 @@ def varies(steps: Sequence[Sequence[Run]], took: float, simulated: float) -> str
     )
 
 
-def causes(
-    steps: Sequence[Sequence[Run]], would: Timeline, free: float, message: float
-) -> Iterator[tuple[float, str]]:
-    """What keeps others waiting, beside work: the share of a step that a change saves at most, and
-    the change.
-
-    ``free`` is the time of the simulated step ``would`` without messages, ``message`` that of one.
-    Delays of ranks count as far as ``steps`` are longer than ``would``. Without ``steps`` only the
-    simulation counts.
+def delays(steps: Sequence[Sequence[Run]], simulated: float) -> Iterator[tuple[float, str]]:
+    """The ranks that are late by what is not work: the share of a step that a change saves at most,
+    and the change. They count as far as steps are longer than the simulated one.
     """
-    whole = median_low(list(map(length, steps)) or [would.total])
-    found = [(min(by, whole - would.total), words) for by, words in _delays(steps)]
-    sending, action = shown(message, median(span.end - span.start for span in would))
-    sent = (
-        f"Use larger microbatches or larger stages: a message takes {sending}, an action {action}."
-    )
-    for gain, words in (*found, (would.total - free, sent)):
-        yield gain / whole, f"{words} That saves at most {gain / whole:.0%} of a step."
+    for by, words in _delays(steps):
+        whole = median_low(map(length, steps))
+        gain = min(by, whole - simulated) / whole
+        yield gain, f"{words} That saves at most {gain:.0%} of a step."

@@ -22,12 +22,10 @@ from statistics import median
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from ...actions.action import Action, Row, Rows
+from ...actions.action import Action, Row
 from ...actions.action_kinds import OPS
-from ...actions.check import inspect_rows
 from ...actions.costs import Costs
 from ...actions.product import load_product
-from ...actions.simulation import simulate_rows
 from ...actions.text import counted
 from ...actions.timeline import Timeline
 from ...devices import cores
@@ -40,8 +38,8 @@ from ...schedule import Schedule
 from ...tree import Tree
 from .costing import (
     MEANINGS,
-    causes,
     costs,
+    delays,
     length,
     shares,
     shown,
@@ -118,8 +116,8 @@ class Profile:
         body += map(load_product("explanation").as_html, advice)
         body.append(pictures.figure(self._drawn))
         for title, rows in self._tables.items():
-            table = pictures.table(rows[0], rows[1:])
-            body.append(f"<p>{title}</p>{table}<p>{'<br/>'.join(_meanings(rows))}</p>")
+            said = "<br/>".join(_meanings(rows))
+            body.append(f"<p>{title}</p>{pictures.table(*rows)}<p>{said}</p>")
         body += [f"<p>{escape(line)}</p>" for line in self._sentences]
         return "".join(body)
 
@@ -185,7 +183,8 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated with the costs of that step."""
-        return self.simulate(self._price)
+        name = "simulated" + ", ranks at once" * self.in_turn
+        return replace(self._ran.simulate(self._price), name=self._called(name))
 
     @property
     def _price(self) -> Costs:
@@ -196,12 +195,11 @@ class Profile:
         found = costs(steps, *held)
         return replace(found, comm=0.0) if self.in_turn else found
 
-    def simulate(self, price: Costs) -> Timeline:
-        """The same rows, simulated with other costs."""
+    @property
+    def _ran(self) -> Schedule:
         real = self.timeline
-        rows = Rows(real.rows, real.placement, real.microbatches, real.slices)
-        name = "simulated" + ", ranks at once" * self.in_turn
-        return simulate_rows(inspect_rows(rows), price, self._called(name))
+        count = real.microbatches // real.slices
+        return Schedule(real.rows, real.placement, count, self._schedule)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of the measured step over the simulated one, of ranks in turn of the
@@ -265,29 +263,20 @@ class Profile:
         elif not self.in_turn and (vary := varies(steps, self.timeline.total, would.total)):
             return [vary], []
         steps = [] if self.in_turn or doubt else steps
-        price = self._price
-        free = self.simulate(replace(price, comm=0.0, send=0.0, receive=0.0)).total
-        found = causes(steps, would, free, sum(self._message[1:]))
-        count = would.microbatches // would.slices
-        schedule = Schedule(would.rows, would.placement, count, self._schedule)
-        again = partial(
-            make_schedule, self._schedule, would.ranks, stages=schedule.stages, slices=would.slices
-        )
+        ran = self._ran
+        again = partial(make_schedule, ran.name, ran.ranks, stages=ran.stages, slices=ran.slices)
+        late = delays(steps, would.total)
         advice = load_product("explanation").advice
-        return doubt, [advice(schedule, price, "step.costs", again, found)]
-
-    @property
-    def _message(self) -> list[float]:
-        """The bytes of a message, and its times: sending, on the way, receiving."""
-        price = self._price
-        figures = price.boundary, price.send, price.comm, price.receive
-        links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
-        return list(map(median, zip(*(link for link in links if link[0]), strict=True)))
+        return doubt, [advice(ran, self._price, "step.costs", again, late)]
 
     @property
     def _sentences(self) -> Iterator[str]:
-        if self._message and not self.in_turn:
-            size, *times = self._message
+        price = self._price
+        figures = price.boundary, price.send, price.comm, price.receive
+        links = zip(*(row for row in figures if isinstance(row, tuple)), strict=True)
+        sizes = [*zip(*(link for link in links if link[0]), strict=True)]
+        if sizes and not self.in_turn:
+            size, *times = map(median, sizes)
             send, way, receive = (f"{1e6 * time:.0f} us" for time in times)
             yield (
                 f"A message of {size:,.0f} bytes: sending {send}, on the way {way}, "

@@ -208,7 +208,7 @@ def compare(
     if out:
         counts = f"{counted(p, 'rank')}, {counted(m, 'microbatch')}"
         title = f"Time against memory: {counts}\n{taken}\n{priced}"
-        below = f"{pictures.table(rows[0], rows[1:])}<p>{escape(columns)}</p>"
+        below = f"{pictures.table(*rows)}<p>{escape(columns)}</p>"
         pictures.frontier([*comparison.points(entries)], out, look, title, limit, take or "", below)
     if as_json:
         found = [entry._asdict() for entry in entries]

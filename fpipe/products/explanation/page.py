@@ -215,8 +215,8 @@ class Explanation:
     def _repr_html_(self) -> str:
         """What a notebook shows: what to change first and the step, then why."""
         tables = "".join(
-            f"{BESIDE}<h3>{title}</h3><p>{'<br>'.join(notes)}</p>{pictures.table(head, rows)}</div>"
-            for title, (notes, (head, *rows)) in self._tables.items()
+            f"{BESIDE}<h3>{title}</h3><p>{'<br>'.join(notes)}</p>{pictures.table(*rows)}</div>"
+            for title, (notes, rows) in self._tables.items()
         )
         return (
             f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>{as_html(self.advice)}"
@@ -232,7 +232,7 @@ class Explanation:
         source = "the given costs" if self.facts.measured else ESTIMATES
         return (
             f"A step takes {number(scale * t.total)} {unit or 'units of the costs'}, with a bubble "
-            f"of {percent(max(t.bubble, 0.0))}. Times are {source}."
+            f"of {percent(t.bubble)}. Times are {source}."
         )
 
     @property

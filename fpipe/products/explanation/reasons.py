@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from dataclasses import replace
+from itertools import pairwise
 from textwrap import fill
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ... import Costs, Schedule, Timeline
 from ...errors import FpipeError
@@ -25,20 +26,13 @@ MOST_MEMORY = 2.0  #: of a schedule to change to, in that of this one
 Advice: TypeAlias = Iterator[tuple[float, str]]
 
 
-class Idle(NamedTuple):
-    """Idle time of a rank, as a share of the span, and why."""
-
-    share: float
-    why: str
-
-
-def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
-    """The part of a rank in the bubble by its causes, the longest first. A wait also names another
+def idle_of(timeline: Timeline, rank: int) -> list[tuple[float, str]]:
+    """The part of a rank in the bubble, as shares of the span with their causes, the longest first.
+    A wait also names another
     stage, at which a chain of waits for each other begins, for more than half of the time.
     """
     spent: defaultdict[str, float] = defaultdict(float)
-    stages: dict[str, int] = {}
-    first: defaultdict[tuple[str, int], float] = defaultdict(float)
+    first: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     for before, span in pairwise(timeline.of_rank(rank)):
         wait = timeline.waited_for(rank, span.position)
         if wait is None or wait.time <= 0:
@@ -48,19 +42,20 @@ def idle_of(timeline: Timeline, rank: int) -> list[Idle]:
         what = "output" if cause.op == "F" else "gradient"
         why = f"waits for the {what} of stage {cause.stage} on rank {wait.rank}"
         spent[why] += wait.time
-        stages[why] = cause.stage
         begin = wait
         while (earlier := timeline.waited_for(*begin[:2])) and earlier.time > 0:
             begin = earlier
-        first[why, timeline.rows[begin.rank][begin.position].parts[0].stage] += wait.time
+        first[why, cause.stage, timeline.rows[begin.rank][begin.position].parts[0].stage] += (
+            wait.time
+        )
     spent["its own span is shorter than the longest one"] = timeline.span - timeline.windows[rank]
     held = {
         why: f", held up by stage {stage}"
-        for (why, stage), time in first.items()
-        if time > spent[why] / 2 and stage != stages[why]
+        for (why, own, stage), time in first.items()
+        if time > spent[why] / 2 and stage != own
     }
     shares = (
-        Idle(time / timeline.span, why + held.get(why, ""))
+        (time / timeline.span, why + held.get(why, ""))
         for why, time in spent.items()
         if time > 5e-4 * timeline.span
     )
@@ -85,6 +80,7 @@ def advice(
     found = [
         *others,
         *_balance(timeline, named),
+        *_messages(schedule, timeline, costs),
         *_microbatches(timeline, costs, of_count),
         *_schedules(schedule, timeline, costs),
     ]
@@ -94,7 +90,7 @@ def advice(
 
 def as_text(advice: Sequence[str]) -> list[str]:
     """The lines about what to change, below their heading."""
-    lines = chain.from_iterable(map(str.splitlines, _numbered(advice)))
+    lines = "\n".join(_numbered(advice)).splitlines()
     return ["", HEADING, *(fill(line, 80, subsequent_indent="   ") for line in lines)]
 
 
@@ -135,21 +131,18 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
         work[span.action.parts[0].stage] += span.end - span.start
     alone, stage = max(zip(work.values(), work, strict=True))
     copies = ""
+    text = f"Move work from {named(full)}, for which the others wait, to {named(empty)}"
     if len(full) > len(busy) / 2:
         text = f"Move work to {named(empty)}, idle while the others compute"
-    else:
-        text = f"Move work from {named(full)}, for which the others wait, to {named(empty)}"
-        if 2 * alone > most + mean:
-            copies = (
-                "\nA stage that cannot be cut can have copies on several ranks, with "
-                f"schedule=fpipe.auto(costs={costs}, replicate=True)."
-            )
-            if len(work) > 1:
-                text = (
-                    f"Split stage {stage} on rank {full[0]}, alone {alone / mean:.2g} times the "
-                    "mean work of a rank: moving other stages saves at most "
-                    f"{percent((most - alone) / timeline.total)} of a step"
-                )
+    elif len(full) == 1 and 2 * alone > most + mean:
+        text = (
+            f"Split stage {stage} of {named(full)}, for which the others wait, and move a part of "
+            f"it to {named(empty)}"
+        )
+        copies = (
+            "\nA stage that cannot be split can have copies on several ranks, with "
+            f"schedule=fpipe.auto(costs={costs}, replicate=True)."
+        )
     gain = (most - mean) / timeline.total
     yield (
         gain,
@@ -157,6 +150,17 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
         f"fpipe.balance(parts, {len(busy)}, pipe.schedule("
         f"{timeline.microbatches // timeline.slices})).cuts proposes cuts of parts: modules, or "
         f"costs of layers in order, as fpipe.measure_costs has with one stage a layer.{copies}",
+    )
+
+
+def _messages(schedule: Schedule, timeline: Timeline, costs: Costs) -> Advice:
+    """Fewer messages for as much work."""
+    free = schedule.simulate(replace(costs, comm=0.0, send=0.0, receive=0.0)).total
+    gain = 1 - free / timeline.total
+    yield (
+        gain,
+        "Use larger microbatches or larger stages: without its messages a step takes "
+        f"{percent(gain)} less time.",
     )
 
 

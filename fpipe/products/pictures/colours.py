@@ -100,21 +100,6 @@ def ink(colour: str) -> str:
     return "#ffffff" if luminance(colour) < 0.179 else "#000000"
 
 
-#: op -> the number of its colour among 16, whose paler one is 8 higher
-_OF_16 = {"F": 4, "B": 3, "I": 1, "W": 5}
-
-
-def of_16(key: str) -> tuple[str, str]:
-    """The letters and the ground of a key of :func:`palette` on a terminal of 16 colours, on which
-    the nearest ones of several keys would be the same. It has too few for tints.
-
-    >>> of_16("F0"), of_16("W1")
-    (('color(15)', 'color(4)'), ('color(0)', 'color(13)'))
-    """
-    ground = _OF_16.get(key[0], 6) + 8 * (int(key[1:]) % 2)
-    return f"color({15 if ground in (1, 4, 5) else 0})", f"color({ground})"
-
-
 def luminance(colour: str) -> float:
     """Relative luminance, 0 to 1."""
     red, green, blue = linear(colour)

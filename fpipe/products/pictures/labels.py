@@ -283,7 +283,7 @@ def tints(scenes: Scenes, below: str = "") -> Iterator[Entry]:
         meaning = f"{span} {way}".removesuffix(f" {below}")
         yield (f"t{key}",), {SAME: "at the same time", ABSENT: "not there"}.get(key, meaning)
     if last.ops != last.against.ops:
-        yield (), "I, W: against B" if "I" in last.ops else "B: against W"
+        yield (), "I and W compared with B" if "I" in last.ops else "B compared with W"
 
 
 def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator[Entry]:

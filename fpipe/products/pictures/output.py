@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from importlib import import_module
@@ -227,11 +227,11 @@ def _colours() -> str:
 
 def colours_of(console: Console) -> str:
     """The system of colours of a console. One without UTF has no character for the edges of bars,
-    and gets none.
+    and gets none. Terminals that say to have 16 colours know how to show 256.
     """
     if console.no_color or not console.encoding.startswith("utf"):
         return ""
-    return console.color_system or ""
+    return "256" if console.color_system == "standard" else console.color_system or ""
 
 
 # ---- pieces of HTML for notebooks ----
@@ -274,14 +274,12 @@ def curve(timeline: Timeline, rank: int, most: float) -> str:
     )
 
 
-def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+def table(head: Sequence[object], *body: Sequence[object]) -> str:
     """A table; cells are text, or a ``Cell``.
 
-    >>> table(["rank"], [["a"]])
+    >>> table(["rank"], ["a"])
     '<style>...<tr><th style="...">rank</th></tr><tr><td style="...">a</td></tr></table>'
     """
-
-    body = list(rows)
     columns = zip(*body, strict=True)
     sides = ["right" if is_numbers(map(str, column)) else "left" for column in columns]
 

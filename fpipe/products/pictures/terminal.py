@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from ...actions import OPS, number
 from . import labels
-from .colours import ink, of_16, palette
+from .colours import ink, palette
 from .scene import SAME, Lane, Scene, Scenes, step_of
 from .shapes import busy, shares
 
@@ -30,7 +30,6 @@ LINES = 60  #: of a picture of several panels, if not all of a long one is wante
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
 FOLDED = "~"  # where a steady state is left out
-SIXTEEN = "standard", "windows"  # systems of colours
 #: tint -> its mark below the actions of plain text
 ENDS = {f"t{tint}": mark for tint, mark in enumerate("4321=+*%#?")}
 #: of the legend of plain text, where a lane has their first character
@@ -72,8 +71,6 @@ def paint(
     It has several panels if they fill at most so many ``lines``; one of 0 has no notes.
     """
     width = max(width, 16)
-    if colours in SIXTEEN and scenes[-1].against:
-        colours = ""  # ENDS say more than so few colours
     layout = _layout(scenes, width, colours, lines)
     drawn = [_drawn(scene, layout) for scene in scenes]
     last = ceil(max(scene.length for scene in scenes) * layout.scale - 1e-9)
@@ -320,10 +317,7 @@ def _text(line: Line, grounds: Mapping[str, str], colours: str) -> str:
             from rich.style import Style
 
             ground = grounds[key]
-            colour = ink(ground)
-            if colours in SIXTEEN:
-                colour, ground = of_16(key)
-            style = Style(color=colour, bgcolor=ground)
+            style = Style(color=ink(ground), bgcolor=ground)
             chars = style.render(chars, color_system=COLOR_SYSTEMS[colours])
         text += chars
     return text.rstrip(" ") + "\n"

@@ -473,7 +473,7 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     ):
         assert meaning in legend
     assert " actions end earlier, " in figures
-    assert legend.index("at the same time") < legend.index("I, W: against B")
+    assert legend.index("at the same time") < legend.index("I and W compared with B")
     assert "F\nforward" in legend
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
@@ -671,14 +671,14 @@ def test_on_a_phone_no_line_of_the_head_is_cut(view: Open):
 
 
 # ---- tables of cells and of pages ----
-WIDE = pictures.table([f"column {k}" for k in range(12)], [range(12)])
+WIDE = pictures.table([f"column {k}" for k in range(12)], range(12))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_table_fades_out_where_it_goes_on(browser: Any, scheme: str):
     """On a phone nothing told that a cell's table had more columns."""
     page = browser.new_page(viewport={"width": 390, "height": 400}, color_scheme=scheme)
-    page.set_content(WIDE + pictures.table(["one"], [[1]]))
+    page.set_content(WIDE + pictures.table(["one"], [1]))
     masks = """async () => {
         await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
         const tables = [...document.querySelectorAll("table")];
@@ -697,7 +697,7 @@ def test_on_a_phone_sentences_and_heads_of_a_table_wrap(browser: Any):
     head = "rank", "a share of the whole span", "cause"
     row = 0, "2.6%", "waits for the output of stage 2 on rank 1"
     page = browser.new_page(viewport={"width": 390, "height": 400})
-    page.set_content(html.page("title", pictures.table(head, [row])))
+    page.set_content(html.page("title", pictures.table(head, row)))
     widths = "[...document.querySelectorAll('table')].map((t) => t.scrollWidth - t.clientWidth)"
     assert page.evaluate(widths) == [0]
     page.close()
