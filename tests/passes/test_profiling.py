@@ -302,9 +302,9 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert re.match(f".*profiled: one step {figures} the median times of", first)
     assert any("waiting: for messages that have not arrived" in part for part in rest)
     words = (
-        r"What to change first 1\. Move work from rank 1 \([\d.]+ times the mean work\), for which "
-        r"the others wait, to rank 0 \(.* An even split saves at most [\d.]+% of a step\. "
-        r"fpipe\.balance\(parts, 2, pipe\.schedule\(3\)\)\."
+        r"What to change first 1\. Split stage 1 of rank 1 \([\d.]+ times the mean work\), for which"
+        r" the others wait, and move a part of it to rank 0 \(.* An even split saves at most [\d.]+%"
+        r" of a step\. fpipe\.balance\(parts, 2, pipe\.schedule\(3\)\)\."
     )
     assert re.match(words, named)
 
@@ -313,7 +313,7 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
 def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Path]):
     page = (on_processes[1] / "naps.html").read_text(encoding="utf-8")
     assert "naps, simulated" in page and "naps, measured" in page
-    assert "Move work from rank 1" in page, "what to mend is in the file that is sent to others"
+    assert "Split stage 1 of rank 1" in page, "what to mend is in the file that is sent to others"
     trace = on_processes[1] / "naps.json"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
