@@ -302,9 +302,9 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert re.match(f".*profiled: one step {figures} the median times of", first)
     assert any("waiting: for messages that have not arrived" in part for part in rest)
     words = (
-        r"What to change first 1\. Split stage 1 of rank 1 \([\d.]+ times the mean work\), for which"
-        r" the others wait, and move a part of it to rank 0 \(.* An even split saves at most [\d.]+%"
-        r" of a step\. fpipe\.balance\(parts, 2, pipe\.schedule\(3\)\)\."
+        r"What to change first 1\. Split stage 1 of rank 1 \([\d.]+ times the mean work\), for "
+        r"which the others wait, and move a part of it to rank 0 \(.* An even split saves at most "
+        r"[\d.]+% of a step\. fpipe\.balance\(parts, 2, pipe\.schedule\(3\)\)\."
     )
     assert re.match(words, named)
 
