@@ -131,8 +131,8 @@ def test_a_profile_shows_its_last_step():
         step(*batch)
         shown = step._repr_html_()
         words = "one step" if number == 1 else "the median of 2 steps"
-        assert "s, all ranks at once, bubble " in shown
-        assert shown.startswith(f"<h3>ZBVZeroBubble, profiled: {words}</h3><p>measured: ")
+        assert ">simulated, ranks at once: " in shown
+        assert shown.startswith(f"<h3>ZBVZeroBubble, profiled: {words}</h3><p>simulated, ")
         assert "<svg" in shown
     assert len(texts(shown)) > 10
     assert "<details" not in shown and ">stage</th>" in shown

@@ -127,18 +127,21 @@ class Profile:
         count = len(self.runs)
         steps = "one step" if count == 1 else f"the median of {count} steps"
         real, would = self.timeline, self.simulated
-        whole = length(self._median)
-        lasted, simulated, rest = shown(real.total, would.total, whole - real.total)
+        before = length(self._median) - real.total
+        lasted, simulated, rest = shown(real.total, would.total, before)
+        title = f"{self._called('profiled')}: {steps}"
+        figures = f"bubble {would.bubble:.1%}, by median times of actions"
         if self.in_turn:
-            lasted += ", one rank after the other"
-            simulated += ", all ranks at once"
-        else:
-            lasted += f", bubble {real.bubble:.1%}"
-            lasted += f", and {rest} before and after" * (whole > 1.01 * real.total)
+            return [
+                title,
+                f"simulated, ranks at once: {shown(would.total)[0]}, {figures}",
+                f"measured: {lasted}, one rank after the other in this process",
+            ]
+        rest = f", and {rest} before and after" * (before > 0.01 * real.total)
         return [
-            f"{self._called('profiled')}: {steps}",
-            f"measured: {lasted}",
-            f"simulated: {simulated}, bubble {would.bubble:.1%}, with the median times of actions",
+            title,
+            f"measured: {lasted}, bubble {real.bubble:.1%}{rest}",
+            f"simulated: {simulated}, {figures}",
         ]
 
     @property
@@ -207,8 +210,9 @@ class Profile:
         """
         first, *rest = self._drawn
         doubt, advice = self._found
-        said = [*doubt, *(text.splitlines()[0] for text in chain(*advice))]
-        noted = replace(first, note=" ".join(said))
+        numbered = enumerate(chain(*advice), 1)
+        said = [*doubt, *(f"{place}. {text.splitlines()[0]}" for place, text in numbered)]
+        noted = replace(first, note="\n".join(said))
         load_product("pictures").save([noted, *rest], path)
 
     def plot(self, ax: Axes | None = None, style: str = "paper") -> Axes:

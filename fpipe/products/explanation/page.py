@@ -219,7 +219,7 @@ class Explanation:
             for title, (notes, rows) in self._tables.items()
         )
         return (
-            f"<h2>{escape(self.facts.title)}</h2><p>{self._about}</p>{as_html(self.advice)}"
+            f"<h2>{escape(self.facts.title)}</h2><p>{pictures.with_code(self._about)}</p>{as_html(self.advice)}"
             f"{pictures.figure(self.timeline, titled=False, unit='bytes')}"
             f'<div style="display:flex;flex-wrap:wrap;gap:0 2em">{tables}</div>'
         )
@@ -268,7 +268,7 @@ class Explanation:
                     "Idle time as a share of the span, which is the longest time from a rank's "
                     "first start to its last end. The mean of all ranks is the bubble.",
                 ),
-                [("rank", "of the span", "cause"), *self._idle()],
+                [("rank", "share", "cause"), *self._idle()],
             ),
         }
 
@@ -284,21 +284,17 @@ class Explanation:
                     number(scale * time, 3) if (time := costs[op][one.stage]) else "-"
                     for op in "FIW"
                 ]
-                named = f"{one.stage} {one.name}", f"{one.parameters:,} ({size_text(one.nbytes)})"
-                rows.append((rank, *named, *took, facts.devices[rank], one.engine))
+                name = f"{one.stage} {one.name}" + ", eager" * (one.engine == "eager")
+                rows.append((rank, name, f"{one.parameters:,} ({size_text(one.nbytes)})", *took))
         heads = [Cell(f"{op} {unit}".rstrip(), f"{op}&nbsp;{unit}") for op in "FIW"]
-        table = [("rank", "stage", "parameters", *heads, "device", "engine"), *rows]
-        notes = [
+        notes = (
             "F: forward; I and W: the parts of a backward, for inputs and for weights",
             "Times are those of one microbatch; -: none.",
-        ]
-        if len({row[-2:] for row in rows}) == 1:
-            device, engine = rows[0][-2:]
-            notes.append(f"All are on {device}, with engine={engine}.")
-            table = [row[:-2] for row in table]
-        else:
-            notes.append("engine: trace runs a traced program, eager runs autograd")
-        return notes, table
+            f"devices: {', '.join(sorted({*facts.devices.values()}))}",
+            *["eager: runs on autograd, without a trace"]
+            * any(", eager" in row[1] for row in rows),
+        )
+        return notes, [("rank", "stage", "parameters", *heads), *rows]
 
     def _memory(self) -> Iterator[Sequence[object]]:
         t = self.timeline
@@ -313,9 +309,10 @@ class Explanation:
 
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
-            causes = [(f"{share:.1%}", why) for share, why in idle_of(self.timeline, rank)]
-            for place, cause in enumerate(causes or [("-", "-")]):
-                yield "" if place else rank, *cause
+            causes = idle_of(self.timeline, rank) or [(0.0, "none")]
+            others = sum(share for share, _ in causes[3:]), "other causes"
+            for place, (share, why) in enumerate([*causes[:3], others][: len(causes)]):
+                yield "" if place else rank, f"{share:.1%}", why
 
 
 def _line(curve: Points, t: Timeline, most: float) -> str:

@@ -147,9 +147,10 @@ def _balance(timeline: Timeline, costs: str) -> Advice:
     yield (
         gain,
         f"{text}. An even split saves at most {percent(gain)} of a step.\n"
-        f"fpipe.balance(parts, {len(busy)}, pipe.schedule("
-        f"{timeline.microbatches // timeline.slices})).cuts proposes cuts of parts: modules, or "
-        f"costs of layers in order, as fpipe.measure_costs has with one stage a layer.{copies}",
+        f"cuts = fpipe.balance(parts, {len(busy)}, pipe.schedule("
+        f"{timeline.microbatches // timeline.slices})).cuts\n"
+        "parts: all modules, or the costs of all layers, in order (fpipe.measure_costs has them "
+        f"with one stage a layer).{copies}",
     )
 
 

@@ -219,7 +219,7 @@ def with_code(line: str) -> str:
     '<code>fpipe.balance([3, 4], 2).cuts</code> proposes &lt;cuts&gt;.'
     """
     return re.sub(
-        r'schedule=".*?"|(?:\w+=)?fpipe\.\w+\((?:[^()]|\([^()]*\))*\)(?:\.\w+)?',
+        r'schedule=".*?"|(?:\w+ ?= ?)?fpipe\.\w+\((?:[^()]|\([^()]*\))*\)(?:\.\w+)?',
         r"<code>\g<0></code>",
         escape(line, False),
     )

@@ -268,7 +268,7 @@ def curve(timeline: Timeline, rank: int, most: float) -> str:
     ]
     path = svg.outline([(0, 24), *points, (240, 24)])
     return (
-        '<svg width="240" height="24" viewBox="0 0 240 24" preserveAspectRatio="none" role="img">'
+        '<svg width="160" height="24" viewBox="0 0 240 24" preserveAspectRatio="none" role="img">'
         "<title>memory over the step</title>"
         f'<path fill="{THEME["curve"][0]}" d="{path}"/></svg>'
     )

@@ -65,7 +65,7 @@ def test_parameters_and_messages_are_those_of_the_plan():
     assert [line.split()[:5] for line in where] == [
         [str(rank), str(rank), "layer", "16", "(64"] for rank in (0, 1)
     ]
-    assert "\nAll are on cpu, with engine=trace.\n" in str(page)
+    assert "\ndevices: cpu\n" in str(page) and ", eager" not in str(page)
     nbytes = 3 * WIDTH * 4  # rows of a microbatch
     sent = [line.split() for line in rows(page, "Messages of a step")]
     assert sent == [
@@ -73,6 +73,14 @@ def test_parameters_and_messages_are_those_of_the_plan():
         ["backward", "1", "1", "to", "0", "2", str(nbytes), "B"],
     ]
     assert page.facts.peaks == plans.peak
+
+
+def test_a_stage_that_runs_eagerly_is_marked():
+    stages = [layer, fpipe.Stage(layer, engine="eager")]
+    pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=2, group=fpipe.local(2))
+    page = pipe.explain([torch.eye(WIDTH)] * 2, torch.ones(6, WIDTH))
+    assert [", eager" in line for line in rows(page, "What runs where")] == [False, True]
+    assert "\neager: runs on autograd" in str(page)
 
 
 def test_messages_of_a_v_are_told_apart_by_direction():
@@ -174,7 +182,7 @@ def test_of_one_light_rank_the_advice_is_to_give_it_more():
     page = pipe.explain([torch.ones(())] * 4, torch.ones(32), costs=costs)
     said = (
         "Move work to rank 0 (0.57 times the mean work), idle while the others compute. An even "
-        "split saves at most 11.6% of a step.\nfpipe.balance("
+        "split saves at most 11.6% of a step.\ncuts = fpipe.balance("
     )
     advice = next(text for text in page.advice if text.startswith("Move"))
     assert advice.startswith(said)
@@ -207,7 +215,7 @@ def test_calls_in_advice_begin_lines(costs: fpipe.Costs | None):
     """The call of ``fpipe.balance`` was inside of ten lines of text."""
     page, *_ = uneven(costs)
     lines = str(page).splitlines()
-    call = lines.index("   fpipe.balance(parts, 2, pipe.schedule(4)).cuts proposes cuts of parts:")
+    call = lines.index("   cuts = fpipe.balance(parts, 2, pipe.schedule(4)).cuts")
     assert lines[call - 1].endswith(" step.") and "Split stage" in lines[call - 3]
 
 
