@@ -240,9 +240,11 @@ def test_what_is_not_found_is_dimmed(view: Open):
     at = where(page, "0F3")
 
     def colour() -> list[int]:
+    canvas = page.locator("#lanes").bounding_box()
+    left, top = canvas["x"], canvas["y"]
+
         x, y = at["x"] - at["width"] / 2 + 2, at["y"] - 12
-        canvas = page.locator("#lanes").bounding_box()
-        point = f"{x - canvas['x']}, {y - canvas['y']}, 1, 1"
+        point = f"{x - left}, {y - top}, 1, 1"
         return page.evaluate(
             "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
             "done(Array.from("
@@ -255,6 +257,9 @@ def test_what_is_not_found_is_dimmed(view: Open):
     page.fill("#query", "0F4")
     assert sum(colour()) > sum(plain) + 60
 
+    pixels = "Array.from(new Set(document.getElementById('lanes').getContext('2d').getImageData("
+    box = f"{at['x'] - 9 - left}, {at['y'] - 6 - top}, 18, 12).data.filter((_, k) => k % 4 < 1)))"
+    assert min(page.evaluate(pixels + box)) < 130, "its name has gone"
 
 def test_help_lists_the_keys(view: Open):
     page = view(zbv())
