@@ -131,8 +131,7 @@ def notes(scene: Scene) -> Iterator[str]:
         later = sum(SAME < step < ABSENT for step in steps)
         changes = f"{earlier} of {counted(len(steps), 'action')} end earlier, {later} later"
         yield f"{changes}{_ends(scene, scene.against)}."
-    if t.note:
-        yield t.note
+    yield from t.note.splitlines()
     parts = [
         f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items() if share > 5e-4
     ]

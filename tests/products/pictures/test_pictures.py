@@ -1500,6 +1500,15 @@ def test_curves_keep_peaks_and_drop_short_dips():
 
 
 def test_a_bar_cut_by_the_edge_of_a_panel_has_its_name_in_the_larger_piece():
-    assert terminal._piece(8, 13, 10) == (2, 5)
-    assert terminal._piece(7, 12, 10) == (0, 3)
-    assert terminal._piece(3, 6, 10) == (0, 3)
+    text = pictures.draw(timeline("1F1B", 4, 12), width=80, color=False)
+    first, second, *_ = text.split("\n\n")
+    assert first.count("1B1--\n") == 1 and "rank 1 ---- 1F4" in second
+    assert not re.search(r"\b\d[BF]\n", text)
+
+
+def test_lines_of_a_note_are_lines(tmp_path: Path):
+    noted = replace(timeline("1F1B"), note="Split stage 1.\nMeasure again.")
+    assert "\nSplit stage 1.\nMeasure again.\nBubble" in pictures.draw(noted, width=80, color=False)
+    noted.save(tmp_path / "a.svg")
+    picture = (tmp_path / "a.svg").read_text()
+    assert ">Split stage 1.<" in picture and ">Measure again.<" in picture

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,30 @@ def test_lanes_by_rank_have_the_rank_above_and_whole_names(view: Open):
         "fpipe.paint() || fpipe.state.rows.map((row) => row.title || `${row.rank} ${row.scene}`)"
     )
     assert rows[:6] == ["rank 0", "0 0", "0 1", "rank 1", "1 0", "1 1"]
+
+
+def test_the_bubble_of_a_lane_is_named_by_rank_too(view: Open):
+    """It was a bare 27.3% there."""
+    page = view(make_schedule("1F1B", 4, 8).simulate(), zbv())
+    page.evaluate(
+        "CanvasRenderingContext2D.prototype.fillText = "
+        "function (text) { (window.said ??= []).push(text); }"
+    )
+    page.click("#group")
+    page.evaluate("() => fpipe.paint()")
+    said = page.evaluate("window.said")
+    assert "bubble 27.3%" in said and "27.3%" not in said and "ZBVZeroBubble" in said
+
+
+def test_a_note_of_several_lines_has_one_below_the_other(view: Open):
+    """What a profile says to mend was one paragraph."""
+    noted = replace(make_schedule("1F1B", 4, 8).simulate(), note="Split stage 1.\nMeasure again.")
+    page = view(noted)
+    lines = page.locator("#figures p")
+    assert lines.all_inner_texts()[:2] == ["Split stage 1.", "Measure again."]
+    places = [one.bounding_box() for one in lines.all()]
+    assert len({place["x"] for place in places}) == 1
+    assert all(above["y"] < below["y"] for above, below in pairwise(places))
 
 
 def test_the_legend_names_shades_idle_time_and_lines(view: Open):

@@ -343,6 +343,7 @@ function head() {
       span.append(element("b", value));
       line.append(span, " ");
     }
+    line.classList.toggle("lines", scene.notes.length > 3);  // of a profile: one sentence a line
     for (const note of scene.notes) line.insertAdjacentHTML("beforeend", `<p>${note}</p>`);
     return line;
   }));
