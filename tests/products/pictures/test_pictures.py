@@ -413,11 +413,11 @@ def test_the_legend_of_a_text_names_the_marks_that_occur(name: str, fused: bool)
 def test_an_overview_has_a_letter_where_an_action_begins():
     """The forwards of a warm-up were one bar with one letter, and could not be counted."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system="256")
-    for name, first in (("ZBV", "FFFFFFF"), ("1F1B", "FFFF")):
+    for name, first in (("ZBV", "FFFFFFF"), ("1F1B", "F0F1F2F3")):
         text = pictures.strip(timeline(name, 4, 8), console, 76)
         runs = re.findall(r"\x1b\[38;5;\d+;48;5;\d+m([^\x1b]*)", text.partition("\n\n")[0])
         assert runs[0].replace(" ", "") == first
-        assert all(re.fullmatch("[FBIW][FBIW ]*", run) for run in runs)
+        assert all(re.fullmatch(r"[FBIW][FBIW\d ]*", run) for run in runs)
 
 
 def test_an_overview_of_differences_has_no_letters():
@@ -1512,3 +1512,13 @@ def test_lines_of_a_note_are_lines(tmp_path: Path):
     noted.save(tmp_path / "a.svg")
     picture = (tmp_path / "a.svg").read_text()
     assert ">Split stage 1.<" in picture and ">Measure again.<" in picture
+
+
+def test_names_of_a_short_schedule_fit_one_block():
+    """At 80 columns names with stages filled two blocks, and their edge cut actions."""
+    for color in (False, True):
+        text = pictures.draw(timeline("1F1B"), width=80, color=color)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", text)
+        row = "F0F1F2F3............B0--F4B1--F5B2--F6B3--F7B4--..B5--..B6--..B7--"
+        assert f"\nrank 0 {row.translate(str.maketrans('-.', '  ')) if color else row}\n" in shown
+        assert shown.count("rank 3") == 1 and "F0: F of microbatch 0" in shown
