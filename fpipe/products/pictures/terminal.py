@@ -11,7 +11,7 @@ letters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from math import ceil, floor, inf
 from textwrap import wrap
@@ -43,8 +43,8 @@ Line: TypeAlias = list[Cell]
 
 
 class _Layout(NamedTuple):
-    """Columns per unit of time, columns to a panel, and how many panels there are. ``below`` is the
-    name of the rows with ``ENDS``, or "".
+    """Columns per unit of time, columns to a panel, how many panels there are, and columns between
+    names. ``below`` is the name of the rows with ``ENDS``, or "".
     """
 
     colours: str
@@ -86,6 +86,7 @@ def paint(
                 notes = labels.notes(scene) if lines else ()
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
+                text += _lines(labels.tints([scene], layout.below), layout, width)
                 text.append(axis)
             elif len(scenes) > 1:
                 text.append(_cells(scene.name[:width]))
@@ -95,8 +96,7 @@ def paint(
                     text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
                     label = layout.below.rjust(layout.margin - 1) * (layout.margin > 6)
     marks = {char for rows in drawn for lane in rows for row in lane for char, _ in row}
-    text += [[], *_lines(labels.tints(scenes, layout.below), layout, width)]
-    text += _legend(scenes, layout, width, marks)
+    text += [[], *_legend(scenes, layout, width, marks)]
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
 
@@ -262,12 +262,14 @@ def _legend(
     scenes: Scenes,
     layout: _Layout,
     width: int,
-    marks: Collection[str],
+    marks: set[str],
 ) -> Iterator[Line]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     texts: list[str] = []
+    said = ""
     if not layout.colours:
-        if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
+        texts += labels.uncoloured(scenes)
+        if not marks.isdisjoint("fbiw"):
             texts.append(labels.SMALL)
         texts += [text for text in MARKS if text[0] in marks]
     if layout.detail:
@@ -275,14 +277,16 @@ def _legend(
     else:
         length = 1 / layout.scale
         count = round(length / min(scene.cell for scene in scenes))
-        column = f"a column: {labels.time(length, scenes[0])} of time"
+        time = f"a time of {labels.time(length, scenes[0])}. Its letter"
+        said = f"A column is {time} is what fills most of it."
         if count > 1:
-            texts.append(f"{column} or {count} short actions")
-            texts += "letters: shares of time, not order", "order: see --out x.html"
-        else:
-            texts += column, "a letter: what fills most of a column"
+            said = (
+                f"A column is {count} short actions, {time}s show how much of each kind ran, not "
+                "in which order: --out x.html has the order."
+            )
     entries = [*labels.kinds(scenes, not layout.colours), *(((), text) for text in texts)]
-    return _lines(entries, layout, width)
+    yield from _lines(entries, layout, width)
+    yield from map(_cells, wrap(said, width))
 
 
 def _lines(entries: Iterable[labels.Entry], layout: _Layout, width: int) -> Iterator[Line]:

@@ -240,10 +240,10 @@ def test_what_is_not_found_is_dimmed(view: Open):
     page = view(zbv())
     at = where(page, "0F3")
 
-    def colour() -> list[int]:
     canvas = page.locator("#lanes").bounding_box()
     left, top = canvas["x"], canvas["y"]
 
+    def colour() -> list[int]:
         x, y = at["x"] - at["width"] / 2 + 2, at["y"] - 12
         point = f"{x - left}, {y - top}, 1, 1"
         return page.evaluate(
@@ -257,10 +257,10 @@ def test_what_is_not_found_is_dimmed(view: Open):
     assert colour() == plain
     page.fill("#query", "0F4")
     assert sum(colour()) > sum(plain) + 60
-
     pixels = "Array.from(new Set(document.getElementById('lanes').getContext('2d').getImageData("
     box = f"{at['x'] - 9 - left}, {at['y'] - 6 - top}, 18, 12).data.filter((_, k) => k % 4 < 1)))"
     assert min(page.evaluate(pixels + box)) < 130, "its name has gone"
+
 
 def test_help_lists_the_keys(view: Open):
     page = view(zbv())
@@ -497,13 +497,13 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     page.close()
     for meaning in (
         "1F1B:",
-        "ends of ZBH1's actions, against 1F1B:",
+        "earlier or later than in 1F1B (I and W as B):",
         "6 or more earlier",
         "at the same time",
     ):
         assert meaning in legend
     assert " actions end earlier, " in figures
-    assert legend.index("at the same time") < legend.index("I and W compared with B")
+    assert legend.index("memory held") < legend.index("letters:") < legend.index("1F0: F of")
     assert "F\nforward" in legend
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
