@@ -29,15 +29,15 @@ tail          #aebed2  #334a5d
 imbalance     #d0cf82  #585847
 message       #f8dcfd  #3d2741
 other         #d2b48c  #52372b
-t0            #00808a  #b8f9fc
-t1            #329898  #56dae6
-t2            #64b0a7  #30b0bc
-t3            #97c8b5  #3a8a94
+t0            #00545f  #b8f9fc
+t1            #1b8086  #56dae6
+t2            #5cada4  #30b0bc
+t3            #a5d8c2  #3a8a94
 t4            #fbf8d2  #646870
-t5            #e3a8a8  #a85a38
-t6            #d88092  #d4823f
-t7            #cc587d  #fba75a
-t8            #c03068  #ffd9ae
+t5            #f0b4b0  #a85a38
+t6            #dd7f8e  #d4823f
+t7            #bf4a72  #fba75a
+t8            #93164f  #ffd9ae
 t9            #5b6673  #a3aebb
 """
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]

@@ -131,8 +131,7 @@ def notes(scene: Scene) -> Iterator[str]:
         later = sum(SAME < step < ABSENT for step in steps)
         changes = f"{earlier} of {counted(len(steps), 'action')} end earlier, {later} later"
         yield f"{changes}{_ends(scene, scene.against)}."
-    if t.note:
-        yield t.note
+    yield from t.note.splitlines()
     parts = [
         f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items() if share > 5e-4
     ]
@@ -161,9 +160,7 @@ def summary(scene: Scene, mark: str = "gap", most: int = 0) -> Iterator[str]:
     """
     text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene) for lane in scene.lanes]
-    if len(set(peaks)) == 1:
-        text += " on each rank" * bool(scene.against)
-    elif len(peaks) <= most:
+    if len(set(peaks)) > 1 and len(peaks) <= most:
         text += f", by rank: {', '.join(peaks)}"
     yield text
     if fold := scene.fold:
@@ -243,8 +240,6 @@ def kinds(scenes: Scenes, merged: bool) -> Iterator[Entry]:
         first, *others = sorted(key for key in used if key[0] == op) or [""]
         if first:
             yield (first,), kind.name
-        elif merged and any(op in scene.ops for scene in scenes):
-            yield (), f"{op} {kind.name}"  # of a comparison alone
         paler += others[:1]
     if paler:
         yield tuple(paler), paler_stages(scenes)
@@ -269,9 +264,9 @@ def tints(scenes: Scenes, below: str = "") -> Iterator[Entry]:
     last = scenes[-1]
     if not last.against:
         return
-    names = " and ".join(scene.name for scene in scenes if scene.against)
-    heading = f"{below} than in" if below else f"ends of {names}'s actions, against"
-    yield (), f"{heading} {last.against.name}:"
+    ends = below or "earlier or later"
+    others = " (I and W as B)" * (last.ops != last.against.ops)
+    yield (), f"{ends} than in {last.against.name}{others}:"
     found = {int(key[1:]) for scene in scenes if scene.against for key in scene.colours}
     for key in sorted(found, key=lambda key: -key if below and key < SAME else key):
         step = abs(key - SAME)
@@ -282,8 +277,6 @@ def tints(scenes: Scenes, below: str = "") -> Iterator[Entry]:
         way = "later" if key > SAME else "earlier"
         meaning = f"{span} {way}".removesuffix(f" {below}")
         yield (f"t{key}",), {SAME: "at the same time", ABSENT: "not there"}.get(key, meaning)
-    if last.ops != last.against.ops:
-        yield (), "I and W compared with B" if "I" in last.ops else "B compared with W"
 
 
 def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator[Entry]:
@@ -293,9 +286,7 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
     if scenes[-1].against:
         yield (), f"{scenes[0].name}:"
     yield from kinds(scenes, dense)
-    if dense:
-        yield (), "height: share of the time"
-    elif has_fused(scenes):
+    if not dense and has_fused(scenes):
         yield ("F0", "B0"), "fused"
     yield from tints(scenes)
     for cause, text in CAUSES.items():
@@ -303,15 +294,20 @@ def legend(scenes: Scenes, look: Look, dense: bool, detail: int = 0) -> Iterator
             yield (cause,), f"idle: {text}"
     if has_curves(scenes, look):
         yield ("curve",), "memory held"
-    if detail and not dense:
+    if dense:
+        yield (), "height: share of the time"
+    elif detail > 1 and scenes[-1].against:  # tints say when actions end, letters what they are
+        texts = ["letters:", naming(scenes, detail), *uncoloured(scenes)]
+        texts += [SMALL] * any(scene.against and scene.shades == 2 for scene in scenes)
+        yield from (((), text) for text in texts)
+    elif detail:
         yield (), naming(scenes, detail)
-        if detail > 1 and scenes[-1].against:  # tints say when actions end, letters what they are
-            coloured = {key[0] for scene in scenes for key in scene.colours}
-            for op in scenes[-1].ops:
-                if op not in coloured:
-                    yield (), f"{op} {KINDS[op].name}"
-            if any(scene.against and scene.shades == 2 for scene in scenes):
-                yield (), SMALL
+
+
+def uncoloured(scenes: Scenes) -> list[str]:
+    """The kinds of work whose actions all have the colours of a comparison."""
+    coloured = {key[0] for scene in scenes for key in scene.colours}
+    return [f"{op} {KINDS[op].name}" for op in scenes[-1].ops if op not in coloured]
 
 
 # ---- names of actions ----

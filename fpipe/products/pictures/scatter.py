@@ -70,7 +70,7 @@ def paint(
     """A ``.svg``, ``.png``, ``.pdf`` or ``.html``; ``limit`` is what a rank may hold, and ``take``
     the name of the point to take. A page has the HTML ``below`` the picture.
     """
-    said = [*title.splitlines(), ABOUT, *([TAKE] if take else [])]
+    said = [*title.splitlines(), ABOUT, *[TAKE] * bool(take)]
     if suffix != ".html":
         return _figure(points, look, suffix, [] if look.paper else said, limit, take)
     parts = [f"<h2>{escape(said[0])}</h2>", *(f"<p>{escape(line)}</p>" for line in said[1:])]
@@ -135,7 +135,7 @@ def _draw(
         xlim=(0, right),
         ylim=(foot, top),
         xlabel="\n".join(wrapped(f"memory: the most that a rank holds, in {held}", 13, width - 80)),
-        ylabel="total: the time of a step",
+        ylabel="total: the time of a step (axis not from 0)",
     )
     if heading:
         write(axes, heading[1:], top, 1, fontsize=8)
@@ -145,7 +145,7 @@ def _draw(
         colour = colours["faint" if other else "curve"]
         at = f"{', '.join(names[other, left, y])}: total {number(y)}, memory {number(-left)}"
         axes.plot(-left, y, "o", color=colour, gid=at, zorder=5)
-        if take in names[other, left, y]:
+        if take in " ".join(names[other, left, y]).split():
             axes.plot(-left, y, "o", color=colours["mark"], fillstyle="none", markersize=12)
         if not other:
             corners += [(corners[-1][0], y), (-left, y)]

@@ -11,7 +11,7 @@ letters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from math import ceil, floor, inf
 from textwrap import wrap
@@ -23,9 +23,9 @@ from .colours import ink, palette
 from .scene import SAME, Lane, Scene, Scenes, step_of
 from .shapes import busy, shares
 
-#: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is
-#: short enough is drawn
-LAYOUTS = ((3, 0), (2, 0), (3, 24), (2, inf))
+#: (detail, columns between names, how many lines of text it may fill, 0 for one panel), best first;
+#: the first that is short enough is drawn
+LAYOUTS = ((3, 1, 0), (2, 1, 0), (2, 0, 0), (3, 1, 24), (2, 1, inf))
 LINES = 60  #: of a picture of several panels, if not all of a long one is wanted
 _MOST_CELLS = 1e9  #: of a picture: shorter actions are drawn as long as this
 WIDEST_CELL = 10  # columns for a short bar of a small schedule
@@ -43,14 +43,15 @@ Line: TypeAlias = list[Cell]
 
 
 class _Layout(NamedTuple):
-    """Columns per unit of time, columns to a panel, and how many panels there are. ``below`` is the
-    name of the rows with ``ENDS``, or "".
+    """Columns per unit of time, columns to a panel, how many panels there are, and columns between
+    names. ``below`` is the name of the rows with ``ENDS``, or "".
     """
 
     colours: str
     below: str
     margin: int
     detail: int
+    gap: int
     scale: float
     columns: int
     panels: int
@@ -85,6 +86,7 @@ def paint(
                 notes = labels.notes(scene) if lines else ()
                 for line in (labels.title(scene), *labels.summary(scene, FOLDED, 16), *notes):
                     text += map(_cells, wrap(line, width, subsequent_indent="  "))
+                text += _lines(labels.tints([scene], layout.below), layout, width)
                 text.append(axis)
             elif len(scenes) > 1:
                 text.append(_cells(scene.name[:width]))
@@ -94,8 +96,7 @@ def paint(
                     text.append(_cells(label.ljust(layout.margin)) + row[first:stop])
                     label = layout.below.rjust(layout.margin - 1) * (layout.margin > 6)
     marks = {char for rows in drawn for lane in rows for row in lane for char, _ in row}
-    text += [[], *_lines(labels.tints(scenes, layout.below), layout, width)]
-    text += _legend(scenes, layout, width, marks)
+    text += [[], *_legend(scenes, layout, width, marks)]
     grounds = palette(max(scene.shades for scene in scenes))
     return "".join(_text(line, grounds, colours) for line in text)
 
@@ -124,26 +125,26 @@ def _layout(
     tall = sum(len(scene.lanes) + 2 for scene in scenes)
     shades = max(scene.shades for scene in scenes)
     unclear = not colours and shades > 1  # without stages
-    for detail, budget in () if below else LAYOUTS:
+    for detail, gap, budget in () if below else LAYOUTS:
         if unclear and shades > 2:
             detail = 3
-        need = max(map(len, labels.short_names(scenes, detail))) + 1
+        need = max(map(len, labels.short_names(scenes, detail))) + gap
         if columns < need or (unclear and (detail, budget) == (2, 0)):
             continue
         panels = ceil(cells * need / (columns // need * need) - 1e-9)
         if panels <= 1:  # whole columns per cell where they fill most of the width
             wide = min(columns / cells, WIDEST_CELL)
             wide = floor(wide + 1e-9) if wide >= 2 else wide
-            return _Layout(colours, below, margin, detail, wide / cell, columns, 1)
+            return _Layout(colours, below, margin, detail, gap, wide / cell, columns, 1)
         if panels * tall <= min(budget, lines):
             even = ceil(cells / panels - 1e-9) * need  # cut between cells
-            return _Layout(colours, below, margin, detail, need / cell, even, panels)
+            return _Layout(colours, below, margin, detail, gap, need / cell, even, panels)
     # cells to a column: a whole number, so that repetitions look alike; a strip fills its width
     count = 1.0 if lines else max(cells / columns, 1.0)
     while (panels := ceil(cells / count / columns - 1e-9)) > 1 and panels * tall > lines:
         count += 1
     even = ceil(cells / count / panels - 1e-9)
-    return _Layout(colours, below, margin, 0, 1 / cell / count, even, panels)
+    return _Layout(colours, below, margin, 0, 0, 1 / cell / count, even, panels)
 
 
 def _axis(
@@ -195,7 +196,7 @@ def _row(lane: Lane, layout: _Layout) -> Line:
     """The cells of a lane in all panels."""
     if layout.detail == 0:
         return _overview(lane, layout, bool(layout.colours))
-    mark, fill, idle = "▏  " if layout.colours else ("", *"-.")
+    fill, idle = "  " if layout.colours else "-."
     row = _cells(idle * (layout.columns * layout.panels))
     for bar in lane.bars:
         start = layout.column(bar.start)
@@ -204,13 +205,17 @@ def _row(lane: Lane, layout: _Layout) -> Line:
         for k, part in enumerate(bar.action.parts):
             a = start + wide * k // count
             b = start + wide * (k + 1) // count
-            low, high = _piece(a, b, layout.columns)
-            label = mark + labels.name(part, layout.detail)
+            # part of a bar that the edge of a panel cuts: the larger one has the label
+            cut = min((a // layout.columns + 1) * layout.columns, b) - a
+            low, high = (0, cut) if 2 * cut >= b - a else (cut, b - a)
+            label = labels.name(part, layout.detail)
             end = ""
-            if not layout.colours:
+            if layout.colours:
+                label = "▏" * layout.gap + label
+            else:
                 if layout.detail < 3:
                     label = _by_chunk(label, bar.kinds[k])
-                end = " " if k + 1 == count else "&"
+                end = " " * layout.gap if k + 1 == count else "&"
             room = max(b - a - len(end), 1)
             fits = len(label) <= min(high, room) - low  # part of a number is another number
             text = (fill * low + label * fits).ljust(room, fill) + end
@@ -221,16 +226,6 @@ def _row(lane: Lane, layout: _Layout) -> Line:
 def _by_chunk(label: str, colour: str) -> str:
     """The label of an action: small letters for every second chunk of a rank."""
     return label.lower() if int(colour[1:]) % 2 else label
-
-
-def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
-    """The larger piece of a bar that the edge of a panel cuts, counted from its start; all of one
-    that it does not.
-    """
-    cut = min((a // columns + 1) * columns, b)
-    if cut - a >= b - cut:
-        return 0, cut - a
-    return cut - a, b - a
 
 
 def _overview(lane: Lane, layout: _Layout, painted: bool) -> Line:
@@ -267,12 +262,14 @@ def _legend(
     scenes: Scenes,
     layout: _Layout,
     width: int,
-    marks: Collection[str],
+    marks: set[str],
 ) -> Iterator[Line]:
     """The lines of the legend; ``marks`` are all characters of the lanes."""
     texts: list[str] = []
+    said = ""
     if not layout.colours:
-        if max(scene.shades for scene in scenes) == 2 and layout.detail < 3:
+        texts += labels.uncoloured(scenes)
+        if not marks.isdisjoint("fbiw"):
             texts.append(labels.SMALL)
         texts += [text for text in MARKS if text[0] in marks]
     if layout.detail:
@@ -280,14 +277,16 @@ def _legend(
     else:
         length = 1 / layout.scale
         count = round(length / min(scene.cell for scene in scenes))
-        column = f"a column: {labels.time(length, scenes[0])} of time"
+        time = f"a time of {labels.time(length, scenes[0])}. Its letter"
+        said = f"A column is {time} is what fills most of it."
         if count > 1:
-            texts.append(f"{column} or {count} short actions")
-            texts += "letters: shares of time, not order", "order: see --out x.html"
-        else:
-            texts += column, "a letter: what fills most of a column"
+            said = (
+                f"A column is {count} short actions, {time}s show how much of each kind ran, not "
+                "in which order: --out x.html has the order."
+            )
     entries = [*labels.kinds(scenes, not layout.colours), *(((), text) for text in texts)]
-    return _lines(entries, layout, width)
+    yield from _lines(entries, layout, width)
+    yield from map(_cells, wrap(said, width))
 
 
 def _lines(entries: Iterable[labels.Entry], layout: _Layout, width: int) -> Iterator[Line]:

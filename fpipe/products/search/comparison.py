@@ -143,13 +143,14 @@ def take(
 
 
 def points(entries: Sequence[Entry]) -> Iterator[TimeAndMemory]:
-    """Time against memory: for each schedule its name, its memory, its total, and whether no other
-    one has less of one and not more of the other.
+    """Time against memory: for each schedule its name, with its weights where it holds them more
+    than once, its memory, its total, and whether no other one has less of one and not more of the
+    other.
     """
     places = [(round(entry.memory, 9), round(entry.total, 9)) for entry in entries]
-    for entry, (memory, total) in zip(entries, places, strict=True):
-        others = [place for place in places if place != (memory, total)]
-        yield entry.name, memory, total, not any(m <= memory and t <= total for m, t in others)
+    for entry, place in zip(entries, places, strict=True):
+        name = entry.name + f"\xa0({entry.weights:g}x\xa0weights)" * (entry.weights > 1)
+        yield name, *place, not any(p < place and p[1] <= place[1] for p in places)
 
 
 # ---- as text ----

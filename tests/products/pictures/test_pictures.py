@@ -8,7 +8,6 @@ import re
 import sys
 from array import array
 from dataclasses import replace
-from html import escape
 from itertools import combinations, pairwise
 from math import dist
 from pathlib import Path
@@ -351,7 +350,7 @@ def test_an_overview_has_no_idle_time_where_there_is_no_bubble():
 def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, panels: int):
     """A column of 3.2 actions made noise of lanes that repeat."""
     text = pictures.draw(timeline("ZBV", ranks, 4 * ranks), width=80, color=False)
-    (column,) = re.findall(r"a column: (\S+) of time", text)
+    (column,) = re.findall(r"A column is .*a time of ([\d.]+)\. ", text)
     assert float(column) % 0.5 == 0
     assert text.count("\nrank 3 ") == panels
 
@@ -359,14 +358,21 @@ def test_a_column_of_an_overview_is_a_whole_number_of_short_actions(ranks: int, 
 @pytest.mark.parametrize(
     ("name", "width", "legend"),
     [
-        ("ZBV", 80, "a column: 2 of time or 2 short actions  letters: shares of time, not order\n"),
-        ("ZBV", 40, "3 short actions\nletters: shares of time, not order\norder: see --out x.html"),
-        ("ZBV", 160, "  a column: 1 of time  a letter: what fills most of a column"),
-        ("1F1B", 40, "a column: 1 of time\na letter: what fills most of a column"),
+        (
+            "ZBV",
+            80,
+            "\nA column is 2 short actions, a time of 2. Its letters show how much of each",
+        ),
+        ("ZBV", 80, "kind\nran, not in which order: --out x.html has the order.\n"),
+        ("ZBV", 40, "\nA column is 3 short actions, a time of\n3. Its letters show"),
+        ("ZBV", 160, "\nA column is a time of 1. Its letter is what fills most of it.\n"),
+        ("1F1B", 40, "\nA column is a time of 1. Its letter is\nwhat fills most of it.\n"),
     ],
 )
 def test_the_legend_says_where_actions_share_a_column(name: str, width: int, legend: str):
-    """Two actions of a column were said to be what fills most of it, and seemed to be in order."""
+    """Two actions of a column were said to be what fills most of it, and seemed to be in order;
+    then the legend had five phrases for it, in no sentence.
+    """
     assert legend in pictures.draw(timeline(name, 16, 64), width=width, color=False)
 
 
@@ -413,11 +419,11 @@ def test_the_legend_of_a_text_names_the_marks_that_occur(name: str, fused: bool)
 def test_an_overview_has_a_letter_where_an_action_begins():
     """The forwards of a warm-up were one bar with one letter, and could not be counted."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system="256")
-    for name, first in (("ZBV", "FFFFFFF"), ("1F1B", "FFFF")):
+    for name, first in (("ZBV", "FFFFFFF"), ("1F1B", "F0F1F2F3")):
         text = pictures.strip(timeline(name, 4, 8), console, 76)
         runs = re.findall(r"\x1b\[38;5;\d+;48;5;\d+m([^\x1b]*)", text.partition("\n\n")[0])
         assert runs[0].replace(" ", "") == first
-        assert all(re.fullmatch("[FBIW][FBIW ]*", run) for run in runs)
+        assert all(re.fullmatch(r"[FBIW][FBIW\d ]*", run) for run in runs)
 
 
 def test_an_overview_of_differences_has_no_letters():
@@ -429,11 +435,9 @@ def test_an_overview_of_differences_has_no_letters():
 
 
 @pytest.mark.parametrize(("ranks", "blocks"), [(4, 1), (8, 2)])
-def test_the_rows_of_a_difference_in_plain_text_have_one_key_below_all_lanes(
-    ranks: int, blocks: int
-):
+def test_the_rows_of_a_difference_in_plain_text_have_one_key_above_them(ranks: int, blocks: int):
     """Small letters meant a rank's other stage in a row and much earlier in the next one, below
-    the digit 1 for later, and their key had descending steps in three lines above the rows.
+    the digit 1 for later; and the key of the digits came after all rows that have them.
     """
     both = [
         timeline("1F1B", ranks, 2 * ranks),
@@ -442,11 +446,13 @@ def test_the_rows_of_a_difference_in_plain_text_have_one_key_below_all_lanes(
     text = pictures.draw(both, width=80, color=False, look=Look(difference=True))
     rows = re.findall(r"^earlier ( *[-1-4=+ ]+)$", text, re.M)
     assert len(rows) == ranks * blocks and text.count("earlier than") == 1
-    above, key = text.split("\n\nearlier than in 1F1B:  1: 0 to ")
-    assert above.splitlines()[-1].startswith("earlier ")
-    steps, letters = key.split(" later  I and W compared with B\n")
+    above, key = text.split("\nearlier than in 1F1B (I and W as B):  1: 0 to ")
+    assert above.splitlines()[-1].endswith("in all for a microbatch.") and "earlier  " not in above
+    steps, below = key.split(" later\n", 1)
     assert re.findall(r"(\S):", f"1:{steps}") == [*"1234=+"] and steps.count("\n") == 1
-    assert letters.startswith("F forward ") and "small letters: a rank's other stage" in letters
+    letters = below.rpartition("\n\n")[2]
+    assert letters.startswith("F forward  B backward  I input gradient  W weight gradient")
+    assert "small letters: a rank's other stage" in letters
 
 
 def test_an_overview_shows_where_an_action_ends():
@@ -471,12 +477,13 @@ def test_a_difference_in_plain_text_has_its_columns_and_its_marks():
     cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
     late = pictures.draw([cheap, slow], width=80, color=False, look=Look(difference=True))
     assert "\n  later " in late and "earlier" not in late.split(" actions end earlier")[1]
-    assert "\nlater than in ZBVZeroBubble:  =: at the same time  +: 0 to " in late
+    key = "\nlater than in ZBVZeroBubble (I and W as B):  =: at the same time  +: 0 to "
+    assert key in late
     third = timeline("ZBH1", costs="comm=0.5")
     for color in (False, True):
         text = pictures.draw([slow, fast, third], width=80, color=color, look=Look(difference=True))
-        key = "\nends of ZBVZeroBubble and ZBH1's actions, against 1F1B:"
-        assert (key if color else "earlier than in 1F1B:  1:") in text
+        key = "\nearlier or later than in 1F1B (I and W as B):"
+        assert text.count(key if color else "earlier than in 1F1B (I and W as B):") == 2
 
 
 def test_columns_are_times():
@@ -747,8 +754,7 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
     timeline("ZBV").save(tmp_path / "a.svg", against=timeline("1F1B"))
     text = (tmp_path / "a.svg").read_text()
     assert "ZBVZeroBubble against 1F1B" in text and ">at the same time<" in text
-    heading = "ends of ZBVZeroBubble's actions, against 1F1B:"
-    assert f">{escape(heading)}<" in text and ">I and W compared with B<" in text
+    assert ">earlier or later than in 1F1B (I and W as B):<" in text
     steps = re.findall(r">([\d.]+) (?:or more|to ([\d.]+)) (earlier|later)<", text)
     shifts = re.findall(r"\d+[FIWB]\d: [\d.]+ to [^<]*; ([\d.]+) (earlier|later) than", text)
     for by, way in shifts:  # the legend has a step for every shift, and none without one
@@ -767,7 +773,7 @@ def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
         [timeline("ZBV"), timeline("1F1B")], width=80, color=False, look=Look(difference=True)
     )
     found = re.search(r"rank 3  (\.+F[-.FB]+)\nearlier ([- 1-4=+*%#]+)\n", plain)
-    assert found and re.search(r"\+: 0 to [\d.]+ later  \*: ", plain)
+    assert found and re.search(r"\+: 0 to [\d.]+ later\s+\*: ", plain)
     lane, marks = found.groups()
     assert [letter == "." for letter in lane[: len(marks)]] == [mark == " " for mark in marks]
 
@@ -805,13 +811,13 @@ def test_the_heading_of_a_difference_is_short():
     cheap = timeline("ZBV", costs="F=.5,I=.5,W=.5")
     text = terminal.paint(scenes([timeline("1F1B"), cheap], difference=True), 80)
     assert text.partition("ZBVZeroBubble against 1F1B: ")[2].splitlines()[1:4] == [
-        "total 25.5 (-22.7%), bubble 0% (-27.3 points), peak 4 microbatches on each rank",
+        "total 25.5 (-22.7%), bubble 0% (-27.3 points), peak 4 microbatches",
         "175 of 192 actions end earlier, 2 later; ranks end 9, 6.5, 4, 1.5 earlier.",
         "Each of a rank's 2 stages takes F 0.5, I 0.5, W 0.5: 3 in all for a microbatch.",
     ]
-    assert "later  I and W compared with B\n" in text
+    assert "\nearlier than in 1F1B (I and W as B):  1: 0 to 4" in text
     back = terminal.paint(scenes([cheap, timeline("1F1B")], difference=True), 80)
-    assert "or more  B compared with W\n" in back
+    assert "\nlater than in ZBVZeroBubble (I and W as B):" in back
 
 
 def test_stages_are_compared_by_their_layers_where_counts_differ():
@@ -996,11 +1002,13 @@ def test_each_heading_of_a_legend_is_over_its_entries(look: Look):
     legends = [one for one in axes.get_children() if isinstance(one, Legend)]
     legends.sort(key=lambda legend: -legend.get_window_extent().y1)
     heads = [legend.get_title().get_text() for legend in legends]
-    assert heads == ["1F1B:", "ends of ZBVZeroBubble's actions, against 1F1B:", ""]
+    assert heads[:3] == ["1F1B:", "earlier or later than in 1F1B (I and W as B):", ""]
+    assert heads[3:] == ["letters:"] * (not look.paper)
     words = [[text.get_text() for text in legend.get_texts()] for legend in legends]
     assert words[0] == ["forward", "backward"] and words[2][0] == "idle: warm-up"
-    assert words[1][0].endswith(" earlier") and words[1][-2].endswith(" later")
-    assert words[1][-1] == "I and W compared with B"
+    assert words[1][0].endswith(" earlier") and words[1][-1].endswith(" later")
+    for inputs in words[3:]:
+        assert inputs[1:] == ["I input gradient", "W weight gradient", labels.SMALL]
     boxes = [legend.get_window_extent() for legend in legends]
     assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
     if look.paper:
@@ -1500,6 +1508,25 @@ def test_curves_keep_peaks_and_drop_short_dips():
 
 
 def test_a_bar_cut_by_the_edge_of_a_panel_has_its_name_in_the_larger_piece():
-    assert terminal._piece(8, 13, 10) == (2, 5)
-    assert terminal._piece(7, 12, 10) == (0, 3)
-    assert terminal._piece(3, 6, 10) == (0, 3)
+    text = pictures.draw(timeline("1F1B", 4, 12), width=80, color=False)
+    first, second, *_ = text.split("\n\n")
+    assert first.count("1B1--\n") == 1 and "rank 1 ---- 1F4" in second
+    assert not re.search(r"\b\d[BF]\n", text)
+
+
+def test_lines_of_a_note_are_lines(tmp_path: Path):
+    noted = replace(timeline("1F1B"), note="Split stage 1.\nMeasure again.")
+    assert "\nSplit stage 1.\nMeasure again.\nBubble" in pictures.draw(noted, width=80, color=False)
+    noted.save(tmp_path / "a.svg")
+    picture = (tmp_path / "a.svg").read_text()
+    assert ">Split stage 1.<" in picture and ">Measure again.<" in picture
+
+
+def test_names_of_a_short_schedule_fit_one_block():
+    """At 80 columns names with stages filled two blocks, and their edge cut actions."""
+    for color in (False, True):
+        text = pictures.draw(timeline("1F1B"), width=80, color=color)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", text)
+        row = "F0F1F2F3............B0--F4B1--F5B2--F6B3--F7B4--..B5--..B6--..B7--"
+        assert f"\nrank 0 {row.translate(str.maketrans('-.', '  ')) if color else row}\n" in shown
+        assert shown.count("rank 3") == 1 and "F0: F of microbatch 0" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations, pairwise, product
 from math import inf
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_names_are_over_no_other_name_no_point_and_no_line(
     figure[0].draw_without_rendering()
     texts = [text for text in axes.texts if not isinstance(text, Annotation)]
     boxes = [text.get_window_extent() for text in texts]
-    named = {name for text in texts for name in text.get_text().replace(",", " ").split()}
+    named = {name for text in texts for name in re.split(r",?[ \n]", text.get_text())}
     assert named >= {name for name, *_ in POINTS}
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     at = axes.transData.transform([(memory, total) for _, memory, total, _ in POINTS])
@@ -82,13 +83,18 @@ def test_a_ring_marks_the_schedule_to_take(figure: list[Figure]):
     scatter.paint(POINTS, Look(), ".png", TITLE, 1.0)
     (axes,) = figure[1].axes
     assert "ring" not in said(axes)
+    names = [name for name, *_ in POINTS]
+    twice = [name.split()[0] for name in names if name.endswith("\xa0(2x\xa0weights)")]
+    assert sorted(twice) == ["Chimera", "DualPipe"], "memory does not count weights"
+    scatter.paint(POINTS, Look(), ".png", TITLE, inf, "DualPipe")
+    assert [line for line in figure[2].axes[0].lines if line.get_fillstyle() == "none"]
 
 
 def test_axes_have_units_and_the_picture_says_what_is_better(figure: list[Figure]):
     scatter.paint(POINTS, Look(), ".svg", TITLE, inf)
     (axes,) = figure[0].axes
     assert axes.get_xlabel().endswith("in microbatches of its share of the model")
-    assert axes.get_ylabel() == "total: the time of a step"
+    assert axes.get_ylabel() == "total: the time of a step (axis not from 0)"
     assert said(axes) == f"{TITLE} {scatter.ABOUT}"
     heavy = [(name, memory * 3e9, total, best) for name, memory, total, best in POINTS]
     scatter.paint(heavy, Look(paper=True), ".svg", TITLE, 30e9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -239,10 +240,12 @@ def test_what_is_not_found_is_dimmed(view: Open):
     page = view(zbv())
     at = where(page, "0F3")
 
+    canvas = page.locator("#lanes").bounding_box()
+    left, top = canvas["x"], canvas["y"]
+
     def colour() -> list[int]:
         x, y = at["x"] - at["width"] / 2 + 2, at["y"] - 12
-        canvas = page.locator("#lanes").bounding_box()
-        point = f"{x - canvas['x']}, {y - canvas['y']}, 1, 1"
+        point = f"{x - left}, {y - top}, 1, 1"
         return page.evaluate(
             "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
             "done(Array.from("
@@ -254,6 +257,9 @@ def test_what_is_not_found_is_dimmed(view: Open):
     assert colour() == plain
     page.fill("#query", "0F4")
     assert sum(colour()) > sum(plain) + 60
+    pixels = "Array.from(new Set(document.getElementById('lanes').getContext('2d').getImageData("
+    box = f"{at['x'] - 9 - left}, {at['y'] - 6 - top}, 18, 12).data.filter((_, k) => k % 4 < 1)))"
+    assert min(page.evaluate(pixels + box)) < 130, "its name has gone"
 
 
 def test_help_lists_the_keys(view: Open):
@@ -330,6 +336,30 @@ def test_lanes_by_rank_have_the_rank_above_and_whole_names(view: Open):
         "fpipe.paint() || fpipe.state.rows.map((row) => row.title || `${row.rank} ${row.scene}`)"
     )
     assert rows[:6] == ["rank 0", "0 0", "0 1", "rank 1", "1 0", "1 1"]
+
+
+def test_the_bubble_of_a_lane_is_named_by_rank_too(view: Open):
+    """It was a bare 27.3% there."""
+    page = view(make_schedule("1F1B", 4, 8).simulate(), zbv())
+    page.evaluate(
+        "CanvasRenderingContext2D.prototype.fillText = "
+        "function (text) { (window.said ??= []).push(text); }"
+    )
+    page.click("#group")
+    page.evaluate("() => fpipe.paint()")
+    said = page.evaluate("window.said")
+    assert "bubble 27.3%" in said and "27.3%" not in said and "ZBVZeroBubble" in said
+
+
+def test_a_note_of_several_lines_has_one_below_the_other(view: Open):
+    """What a profile says to mend was one paragraph."""
+    noted = replace(make_schedule("1F1B", 4, 8).simulate(), note="Split stage 1.\nMeasure again.")
+    page = view(noted)
+    lines = page.locator("#figures p")
+    assert lines.all_inner_texts()[:2] == ["Split stage 1.", "Measure again."]
+    places = [one.bounding_box() for one in lines.all()]
+    assert len({place["x"] for place in places}) == 1
+    assert all(above["y"] < below["y"] for above, below in pairwise(places))
 
 
 def test_the_legend_names_shades_idle_time_and_lines(view: Open):
@@ -467,13 +497,13 @@ def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Pat
     page.close()
     for meaning in (
         "1F1B:",
-        "ends of ZBH1's actions, against 1F1B:",
+        "earlier or later than in 1F1B (I and W as B):",
         "6 or more earlier",
         "at the same time",
     ):
         assert meaning in legend
     assert " actions end earlier, " in figures
-    assert legend.index("at the same time") < legend.index("I and W compared with B")
+    assert legend.index("memory held") < legend.index("letters:") < legend.index("1F0: F of")
     assert "F\nforward" in legend
     assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 

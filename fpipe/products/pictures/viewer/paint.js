@@ -133,12 +133,12 @@ function paintLabels(pen, row, y, state) {
   const middle = y + row.bar / 2 + 0.5, left = wide ? 16 : 6;
   const name = state.byRank && state.scenes.length > 1 ? scene.label : wide ? `rank ${row.rank}` : String(row.rank);
   const bubble = state.byRank || scene.varies.bubble;
-  pen.fillText(clipped(pen, name, GUTTER - left - (wide && bubble ? 56 : 6)), left, middle);
+  pen.fillText(clipped(pen, name, GUTTER - left - (wide && bubble ? 76 : 6)), left, middle);
   if (!wide) return;
   pen.font = `${small ? 10 : 11}px ${FONT}`;
   pen.fillStyle = theme.faint;
   pen.textAlign = "right";
-  if (bubble) pen.fillText((state.byRank ? "" : "bubble ") + percent(lane.bubble), GUTTER - 12, middle);
+  if (bubble) pen.fillText("bubble " + percent(lane.bubble), GUTTER - 12, middle);
   if (row.curve >= 12 && (state.byRank || scene.varies.peak)) pen.fillText("peak " + amount(lane.peak, scene), GUTTER - 12, y + row.bar + row.curve / 2);
 }
 
@@ -208,19 +208,20 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
     const a = view.x(lane.start[k]), b = view.x(lane.end[k]);
     const wide = b - a > 3 ? b - a - 1 : Math.max(b - a, 0.6);
     const dim = matches && !matches.has(k);
-    pen.globalAlpha = dim ? 0.22 : 1;
     const count = lane.names[k].includes(";") ? 2 : 1;
     for (let p = 0; p < count; p++) {
       const paint = paintOf(scene.palette[lane.colour[2 * k + p]]);
       const top = y + (p * row.bar) / count, high = row.bar / count;
       pen.fillStyle = paint.colour;
+      pen.globalAlpha = dim ? 0.22 : 1;
       pen.fillRect(a, top, wide, high);
-      if (wide < 5 || dim || high < 9) continue;
+      if (wide < 5 || high < 9) continue;
       const part = partsOf(lane, k)[p], head = part.stage + part.op, letters = Math.min(size, high);
       const space = Math.min(a + wide, view.left + view.width) - Math.max(a, view.left) - 2;  // names of neighbours do not touch
       const fits = (text) => space >= CONDENSED * letters * widthOf(pen, text);
       const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2, half = top + high / 2;
-      pen.fillStyle = paint.ink;
+      pen.fillStyle = dim ? theme.ink : paint.ink;
+      pen.globalAlpha = dim ? 0.6 : 1;
       if (form === 1 && high >= 28 && fits(head) && fits(part.microbatch)) {
         write(head, 9, middle, half - 6, space);
         write(part.microbatch, 9, middle, half + 6, space);

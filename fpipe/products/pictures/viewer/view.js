@@ -37,7 +37,7 @@ function draw() {
 function paintNow() {
   if (!state.scenes.length) return;
   const figures = state.byRank || state.scenes.some(({varies}) => varies.bubble || varies.peak);
-  GUTTER = wideScreen() ? (figures ? 172 : 84) : 46;
+  GUTTER = wideScreen() ? (state.byRank ? 204 : figures ? 172 : 84) : 46;
   const placed = arrange(state, lanes.clientHeight);
   state.rows = placed.rows;
   state.height = placed.height;
@@ -343,6 +343,7 @@ function head() {
       span.append(element("b", value));
       line.append(span, " ");
     }
+    line.classList.toggle("lines", scene.notes.length > 3);  // of a profile: one sentence a line
     for (const note of scene.notes) line.insertAdjacentHTML("beforeend", `<p>${note}</p>`);
     return line;
   }));
@@ -385,29 +386,29 @@ function legend() {
   const [which, ...more] = new Set(plain.filter((scene) => scene.shades > 1).map((scene) => scene.paler));
   if (paler.length) swatch(paler, "", more.length ? "paler: other stages" : which);
   const name = ["1F0: F of microbatch 0 on stage 1", "1F over 0: F of microbatch 0 on stage 1", scenes[0].letters ? "F0: F of microbatch 0" : "0: microbatch"][state.form];
-  if (name && !state.dense) items.push(element("span", scenes[0].slices > 1 ? "0.1: slice 1 of microbatch 0" : name));
-  if (state.dense) items.push(element("span", "height: share of the time"));
   if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
   const tints = new Map();  // by meaning: all scenes have one scale
   for (const scene of scenes) for (const [[key = ""], word] of scene.tints ?? []) tints.set(word, [key, scene]);
-  const notes = [];
   for (const [word, [key, scene]] of [...tints].sort(([, [a]], [, [b]]) => (a < b ? -1 : 1))) {
     if (key) swatch([[shadeOf(scene, key), "", ""]], "", word);
-    else if (word.endsWith(":")) items.push(element("span", "", "break"), element("span", word));
-    else notes.push(element("span", word));
+    else items.push(element("span", "", "break"), element("span", word));
   }
-  if (state.form < 3) items.push(...notes);  // of letters
   if (tints.size) items.push(element("span", "", "break"));
-  for (const op of state.form === 2 ? "FBIW" : "") {  // letters of boxes whose colours are those of a difference
-    if (scenes.some((scene) => scene.ops.includes(op)) && !plain.some((scene) => scene.ops.includes(op))) items.push(element("span", `${op} ${WORDS[op]}`));
-  }
-  if (state.form === 2 && scenes.some((scene) => scene.small)) items.push(element("span", "small letters: a rank's other stage"));
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
   }
   if (state.memory && scenes.some((scene) => scene.lanes.some((lane) => lane.held.length))) swatch([[theme.curve + "73", "", ""]], "band", "memory held");
   if (state.critical) swatch([[theme.mark, "", ""]], "line", "critical path");
   if (state.messages) swatch([[theme["message-line"], "", ""]], "line", "message");
+  if (tints.size) items.push(element("span", "", "break"));
+  const say = (text) => items.push(element("span", text));
+  if (tints.size && !state.dense && state.form < 3) say("letters:");
+  if (name && !state.dense) say(scenes[0].slices > 1 ? "0.1: slice 1 of microbatch 0" : name);
+  if (state.dense) say("height: share of the time");
+  for (const op of state.form === 2 && !state.dense ? "FBIW" : "") {  // letters of boxes whose colours are those of a difference
+    if (scenes.some((scene) => scene.ops.includes(op)) && !plain.some((scene) => scene.ops.includes(op))) say(`${op} ${WORDS[op]}`);
+  }
+  if (state.form === 2 && !state.dense && scenes.some((scene) => scene.small)) say("small letters: a rank's other stage");
   $("legend").replaceChildren(...items);
 }
 
