@@ -132,7 +132,7 @@ def _one(price: Costs) -> str:
     return ", in units of saved=, or in bytes"
 
 
-@click.command()
+@click.command(cls=options.Priced)
 @options.ranks_option
 @options.microbatches_option
 @options.stages_option
@@ -337,7 +337,7 @@ def _verdict(
     return named, text
 
 
-@click.command()
+@click.command(cls=options.Priced)
 @options.ranks_option
 @options.microbatches_option
 @options.stages_option
@@ -367,7 +367,7 @@ def solve(
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
-    fpipe solve -p 4 -m 16 --placement V --costs F=1,I=1.1,W=0.8,comm=0.1 --memory 6
+    fpipe solve -p 4 -m 16 --placement V --costs F=1,comm=0.1 --memory 6
     """
     p, m = options.counts(ranks, microbatches)
     price = options.parse_costs(costs)

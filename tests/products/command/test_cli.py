@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -620,8 +621,27 @@ def test_solve_where_nothing_is_held(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_hint_of_completion_is_one_line(capsys: pytest.CaptureFixture[str]):
-    lines = printed(capsys, "--help").splitlines()
-    assert all(any(line.endswith(hint) for line in lines) for _, hint in cli.COMPLETION)
+    assert printed(capsys, "--help").endswith(cli.COMPLETION)
+
+
+CHECKPOINT = ("show", "verify", "convert")
+HELPS = [[], *([name] for name in cli.COMMANDS), *(["checkpoint", n] for n in CHECKPOINT)]
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+def test_a_help_fits_80_columns(capsys: pytest.CaptureFixture[str], words: list[str]):
+    """Examples of fpipe and fpipe plan had 87 columns; lines of fpipe checkpoint ended in dots."""
+    lines = printed(capsys, *words, "--help").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any(line.endswith("...") for line in lines[1:])
+
+
+@pytest.mark.parametrize("name", ["draw", "compare", "solve"])
+def test_a_help_ends_with_the_names_of_costs(capsys: pytest.CaptureFixture[str], name: str):
+    """They were ten lines beside --costs."""
+    options, _, costs = printed(capsys, name, "--help").partition("\nCosts:\n")
+    assert not {field.name for field in fields(Costs)} - {"unit"} - {*re.findall(r"\w+", costs)}
+    assert "bandwidth" not in options
 
 
 @pytest.mark.parametrize("words", ["names", "compare -p 8 -m 24", "compare -p 8 -m 24 --memory 8"])
