@@ -20,6 +20,7 @@ from ...actions import Costs, Per, counted, progress
 from ...errors import ScheduleError
 from ...generators import about_schedule, make_schedule
 from .. import pictures
+from ..pictures.labels import percent
 from ..search import comparison
 from ..search.comparison import held, in_microbatches
 from ..search.memory_limit import limits
@@ -210,11 +211,15 @@ def compare(
         title = f"Time against memory: {counts}\n{taken}\n{priced}"
         below = f"{pictures.table(*rows)}<p>{escape(columns)}</p>"
         pictures.frontier([*comparison.points(entries)], out, look, title, limit, take or "", below)
+        if not as_json:
+            say(taken)
+            options.say_written(out)
+            return
     if as_json:
         found = [entry._asdict() for entry in entries]
         print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    _say_problem(p, m, f"{priced}\n\n{taken}")
+    say(f"ranks {p}, microbatches {m}, {priced}\n\n{taken}\n\n")
     click.echo("\n".join(pictures.aligned(rows, " ")))
     say(f"\n{columns}")
     if unsupported:
@@ -222,8 +227,6 @@ def compare(
     if chosen is None:
         given = f" --stages {stages}" * bool(stages) + _given(costs, price, per, memory)
         click.echo(f"\ntry: fpipe solve -p {p} -m {m}{given}")
-    if out:
-        options.say_written(out)
 
 
 def _given(costs: str, price: Costs, per: Per, memory: str | None = None) -> str:
@@ -261,8 +264,8 @@ def _taken(
 
 def _figures(entry: comparison.Entry) -> str:
     return (
-        f"total {entry.total:.6g}, bubble {entry.bubble:.2%}, memory {held(entry.memory)}, "
-        f"weights {entry.weights:g}x"
+        f"total {entry.total:.6g}, bubble {percent(entry.bubble)}, memory {held(entry.memory)}"
+        f"{', weights 2x' * (entry.weights > 1)}"
     )
 
 
