@@ -163,8 +163,8 @@ class PipelineBase(Generic[Y, R]):
 
         >>> from fpipe import local, pipeline
         >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
-        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=lambda number,
-        ...     y: y.sum().item())
+        >>> def each(number, y): return y.sum().item()
+        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=each)
         [6.0, 30.0]
         """
         call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
