@@ -248,6 +248,17 @@ FACTS = {
         "stages that pass a carry from slice to slice",
     ),
 }
+#: names as papers write them, which the search finds in headings
+WRITTEN = {
+    "ZBVZeroBubble": "ZB-V",
+    "DualPipeV": "DualPipe-V",
+    "ZBH1": "ZB-H1",
+    "ZBH2": "ZB-H2",
+    "ZB1P": "ZB-1P",
+    "ZB2P": "ZB-2P",
+    "VHalf": "V-Half",
+    "VMin": "V-Min",
+}
 P, M, K = 4, 8, 2
 
 
@@ -285,7 +296,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         pictures[f"zoo/{name}-phone.svg"] = svg(timeline, width=390)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
         lines += [
-            f"## {name}",
+            f"## {f'{name} ({WRITTEN[name]})' if name in WRITTEN else name} {{#{name.lower()}}}",
             "",
             about.replace("``", "`").strip(),
             "",
@@ -1081,7 +1092,9 @@ BOOST = {
     "reference/pipelines.md": 2,
     "howto/checkpoints.md": 2,
     "howto/choose.md": 3,
-    "howto/memory.md": 2,
+    "howto/migrate.md": 2,
+    "howto/pipelining.md": 3,
+    "howto/memory.md": 0.8,
     "glossary.md": 4,
     "howto/hang.md": 2,
     "howto/schedule.md": 2,
