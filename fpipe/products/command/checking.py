@@ -279,19 +279,21 @@ def _times(entry: comparison.Entry) -> str:
 
 def _verdict(
     best: Solved, entries: Sequence[comparison.Entry], limit: float
-) -> tuple[list[comparison.Entry], str]:
-    """Whether another cut of the layers is better, and what to take; the first entry is the
-    schedule to take.
+) -> tuple[str, str, str]:
+    """The named schedule that is as good, or ""; whether another cut of the layers is better and
+    what to take; and a table of these schedules.
     """
+    named = ""
     t, bound = best.timeline, best.bound
     taken = comparison.take(entries, limit, "span", copies=1)
     rows = [comparison.entry_of("the solved schedule", best, t)]
     more = f"\nno named schedule holds at most {held(limit)}"
     if taken:
         pairs = zip(taken[3:6], rows[0][3:6], strict=True)  # total, span, memory
-        as_good = all(theirs <= ours * ALMOST for theirs, ours in pairs)
-        rows = [taken] if as_good else [*rows, taken]
-        more = "" if as_good else f"\nbest named schedule: {_times(taken)}"
+        rows.append(taken)
+        more = f"\nbest named schedule: {_times(taken)}"
+        if all(theirs <= ours * ALMOST for theirs, ours in pairs):
+            rows, named, more = [taken], taken.name, ""
     first = "take"
     least = comparison.take(entries, limit)
     if least and least not in rows and least.total * ALMOST < t.total:
@@ -307,7 +309,18 @@ def _verdict(
             f"the busiest rank works {bound:.6g}, the mean is {mean:.6g}: cut the layers more "
             f"evenly by\n  fpipe.balance(layers, ranks={best.ranks})\n{text}"
         )
-    return rows, text
+    cells = [
+        (
+            f"{e.name}{', as solved' * (e.name == named)}",
+            f"{e.total:.6g}",
+            f"{e.span:.6g}",
+            held(e.memory),
+            percent(e.bubble),
+        )
+        for e in rows
+    ]
+    table = pictures.aligned([("", "total", "span", "memory", "bubble"), *cells])
+    return named, text, "\n".join(table)
 
 
 @click.command(cls=options.Priced)
@@ -353,12 +366,11 @@ def solve(
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     priced = _given(costs, price, per)
     [limit] = limits(memory, 1, price)
-    rows, verdict = _verdict(best, entries, limit)
-    found = rows[0] not in entries
+    named, verdict, table = _verdict(best, entries, limit)
     say(verdict)
     counts = f"-p {p} -m {m} --stages {best.stages}"
-    if not found:
-        click.echo(f"try: fpipe draw {rows[0].name} {counts}{priced}")
+    if named:
+        click.echo(f"try: fpipe draw {named} {counts}{priced}")
     elif best.gap or not out:  # else this schedule is the best, and in the file
         then = f"fpipe solve {counts}{_given(costs, price, per, memory)}"
         then += f" --placement {placement}" * (placement != "any")
@@ -367,19 +379,9 @@ def solve(
     within = f", memory at most {held(limit)}" * (limit < inf)
     count = f"stages {best.stages}{' (from the costs)' * bool(price.counts)}"
     say(f"\nranks {p}, microbatches {m}, {count}, {_priced(price, per)}{within}\n\n")
-    cells = [
-        (
-            f"{e.name}{', as solved' * (e == rows[0] and not found)}",
-            f"{e.total:.6g}",
-            f"{e.span:.6g}",
-            held(e.memory),
-            percent(e.bubble),
-        )
-        for e in rows
-    ]
-    click.echo("\n".join(pictures.aligned([("", "total", "span", "memory", "bubble"), *cells])))
+    click.echo(table)
     say(_MEANINGS.format(_one(price), best.bound, best.bound.reason))
-    if found:
+    if not named:
         say(f"\nstages by rank: {repr(best.placement)[10:-1]}\n\n")
         click.echo(pictures.draw(best.timeline), color=True)
     if out:

@@ -206,6 +206,7 @@ class Priced(click.Command):
     """A command that takes costs: its help ends with their names."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write their names."""
         formatter.write(_COSTS)
 
 
