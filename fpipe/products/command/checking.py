@@ -347,9 +347,9 @@ def solve(
     """Search for the schedule with the least span for costs and memory; --out writes it.
 
     The span is the longest time of a rank from its first action to its last: the time of a step
-    where steps follow each other. The gap is how far it is above a bound that no schedule can be
-    below; without a gap the schedule is optimal. Of those that it finds with the same span, it
-    takes the least total, then the least memory. Ctrl-C ends the search.
+    where steps follow each other. A schedule is optimal where none with weights once has a shorter
+    span. Of those with the same span that it finds, it takes the least total, then the least
+    memory. Ctrl-C ends the search.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
