@@ -38,6 +38,7 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 demo: $(VENV)/.installed ## train a small GPT through 4 processes, and check its gradients; ARGS="--steps 50"
 	@$(BIN)/fpipe train --schedule ZBV --ranks 4 --steps 200 --out run $(ARGS)
+	@echo "next       $(BIN)/fpipe compare --ranks 4"
 
 wheel: | $(VENV)/bin/python ## build dist/fpipe-*.whl, for `pip install dist/fpipe-*.whl` elsewhere
 	@rm -f dist/fpipe-*.whl

@@ -248,6 +248,17 @@ FACTS = {
         "stages that pass a carry from slice to slice",
     ),
 }
+#: names as papers write them, which the search finds in headings
+WRITTEN = {
+    "ZBVZeroBubble": "ZB-V",
+    "DualPipeV": "DualPipe-V",
+    "ZBH1": "ZB-H1",
+    "ZBH2": "ZB-H2",
+    "ZB1P": "ZB-1P",
+    "ZB2P": "ZB-2P",
+    "VHalf": "V-Half",
+    "VMin": "V-Min",
+}
 P, M, K = 4, 8, 2
 
 
@@ -285,7 +296,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         pictures[f"zoo/{name}-phone.svg"] = svg(timeline, width=390)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
         lines += [
-            f"## {name}",
+            f"## {f'{name} ({WRITTEN[name]})' if name in WRITTEN else name} {{#{name.lower()}}}",
             "",
             about.replace("``", "`").strip(),
             "",
@@ -346,7 +357,8 @@ ABOUT = {
     "schedules": "A schedule is a table of actions, with one row for each rank. This page has the "
     "functions that make schedules, then actions, and placements, which say what rank has which "
     "stage.",
-    "simulation": "`Costs` say what actions take. `Schedule.simulate(costs)` returns a `Timeline`. "
+    "simulation": "`Costs` say what actions take. "
+    "[`Schedule.simulate(costs)`](schedules.md#fpipe.Schedule.simulate) returns a `Timeline`. "
     "`solve` searches for a schedule, `balance` for equal stages.",
     "ranks": "A group has the ranks of a pipeline, in this process or in many. Each has a device.",
     "transforms": "Optimizers, and other functions of gradients, are pairs of `init` and `update`.",
@@ -391,7 +403,7 @@ GROUPS = {
         "What runs": "stages schedule loss microbatches group",
         "Parameters and numbers": "reduction accumulate frozen tied seed",
         "Copies, slices and outputs": "dp slices outputs",
-        "How stages run": "engine compile overlap more",
+        "How stages run": "engine compile overlap order more",
     },
     "fpipe.Stage": {
         "What runs": "fn aux_loss engine compile",
@@ -847,6 +859,9 @@ def _free(code: CodeType) -> dict[str, None]:
     return {name: None for name in read if name not in bound}
 
 
+#: The beginning of what a call returns, in a docstring.
+CALL = re.compile(r"``.*?``.*?: ")
+
 #: Sections of a docstring.
 HEADS = ("Args:", "Returns:", "Raises:")
 
@@ -867,7 +882,9 @@ def sections(doc: str) -> dict[str, list[str]]:
             head = ""
         if not head:
             out[""].append(line)
-        elif out[head] and line.strip() and not re.match(r"    [\w*][\w*, .]*: ", line):
+        elif (
+            out[head] and line.strip() and not re.match(r"    (``.*?``.*?|[\w*][\w*, .]*): ", line)
+        ):
             out[head][-1] += " " + line.strip()
         elif line.strip() and line not in HEADS:
             out[head].append(line.strip())
@@ -986,8 +1003,10 @@ def _lists(found: dict[str, list[str]], name: str) -> Iterator[str]:
         items = found.get(head, [])
         if items:
             yield from ("", f"**{head[:-1]}**", "")
-        if head == "Returns:":
+        if head == "Returns:" and not any(map(CALL.match, items)):
             yield " ".join(items)
+        elif head == "Returns:":
+            yield from (*items[:1], "", *(f"* {item}" for item in items[1:]))
         elif head == "Args:" and name in GROUPS:
             yield from _grouped(items, name)
         else:
@@ -1073,7 +1092,9 @@ BOOST = {
     "reference/pipelines.md": 2,
     "howto/checkpoints.md": 2,
     "howto/choose.md": 3,
-    "howto/memory.md": 2,
+    "howto/migrate.md": 2,
+    "howto/pipelining.md": 3,
+    "howto/memory.md": 0.8,
     "glossary.md": 4,
     "howto/hang.md": 2,
     "howto/schedule.md": 2,

@@ -202,7 +202,8 @@ def rates() -> Table:
             f"fpipe solve -p {p} -m {m} --placement one --costs {costs},saved={saved},kept={kept} "
             f"--memory {p * saved} --seconds 60"
         )
-        found = re.search(r"^optimal: yes.*^solved +([\d.]+)", printed(solve), re.S | re.M)
+        said = " ".join(printed(solve).split())
+        found = re.search(r", ([\d.]+) from step to step \(optimal\)", said)
         if not found:
             raise ValueError(f"{solve} ended before it had the best schedule")
         ours.append(1 - m * (f + i + w) / float(found[1]))

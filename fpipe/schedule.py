@@ -299,14 +299,24 @@ class Schedule:
 
         Args:
             costs: what actions cost; by default 1 each for F, I and W.
-            per: whose costs these are: of each stage, or of all stages of a rank together, as in
-                the commands. One number per stage is always that of the stage.
+            per: whose costs these are: of each stage, or of all stages of a rank together. One
+                number per stage is always that of the stage. The default here is ``"stage"``, that
+                of the commands ``"rank"``: with two stages a rank, as in ZBV, each time here is
+                twice as long.
             jitter: how much times vary: each action and each message takes its cost times the
                 exponential of a normal draw with this standard deviation.
             seed: of these draws. They are the same in both orders.
             order: ``"row"``, or ``"ready"``: a rank runs what is ready within a window of its row.
             window: the number of actions in the window of ``order="ready"``; by default those of as
                 many microbatches as there are ranks.
+
+        Returns:
+            A ``Timeline``, which a notebook draws.
+            ``.total``: the time from the first start to the last end of all ranks.
+            ``.span``: the longest time of one rank, from its first start to its last end.
+            ``.bubble``: the idle share of the span.
+            ``.peak_bytes``: by rank, the most that it holds.
+            ``.draw()``, ``.save(path)``: a picture as text, or in a file.
 
         Raises:
             ScheduleError: if the schedule cannot end, or the costs do not fit its stages.

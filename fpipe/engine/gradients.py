@@ -105,18 +105,22 @@ def value_and_grad(
             every step. Either all ranks pass ``each=``, or none.
 
     Returns:
-        A function whose result is ``(value, grads)``. The value is the loss, on every rank; with
-        ``has_aux=True`` ``(loss, [aux, ...])`` in microbatch order; with ``each``
-        ``(loss, results)``, where results are None on ranks without the last stage, unless
-        ``outputs="everywhere"``; with stages that carry state, passed as ``state=[...]``, a tuple
-        that ends with the new state. The gradients are a list with one pytree for each stage, None
-        for stages of other processes and for frozen leaves. The gradient of the input is on the
-        rank of the first stage, None on others. With several ``argnums`` they are a tuple.
+        A function. What it returns, by these arguments:
+        ``value_and_grad(pipe)``: ``(loss, grads)``. The loss is on every rank. ``grads`` is a list
+            of one pytree for each stage, None for stages of other processes and for frozen leaves.
+        ``value_and_grad(pipe, 1)``: ``(loss, dx)``. The gradient of the input is on the rank of the
+            first stage, None on others.
+        ``value_and_grad(pipe, (0, 1))``: ``(loss, (grads, dx))``.
+        ``value_and_grad(pipe, has_aux=True)``: ``((loss, [aux, ...]), grads)``, in microbatch
+            order.
+        ``value_and_grad(pipe, each=each)``: ``((loss, results), grads)``. Results are None on ranks
+            without the last stage, unless ``outputs="everywhere"``.
+        ``state=[...]`` in the call, for stages that carry state: the first part is a tuple that
+            ends with the new state.
 
     Raises:
         StageError: if ``pipe`` is no pipeline with a loss, or ``argnums`` is wrong. The function
-        raises the errors of
-            a call of the pipeline.
+            raises the errors of a call of the pipeline.
 
     >>> from fpipe import local, pipeline
     >>> pipe = pipeline(
@@ -127,9 +131,8 @@ def value_and_grad(
     >>> x = torch.arange(4.0)
     >>> value_and_grad(pipe, argnums=(0, 1))(params, x)
     (tensor(18.), ([tensor(9.), tensor(6.)], tensor([3., 3., 3., 3.])))
-    >>> step = value_and_grad(pipe, each=lambda number, y,
-    ...     loss: f"{number}: {y.max():.0f}, {loss:.0f}")
-    >>> step(params, x)[0]
+    >>> def each(number, y, loss): return f"{number}: {y.max():.0f}, {loss:.0f}"
+    >>> value_and_grad(pipe, each=each)(params, x)[0]
     (tensor(18.), ['0: 6, 6', '1: 18, 30'])
     """
     check_pipeline("value_and_grad", pipe)

@@ -253,9 +253,10 @@ def pipeline(
         slices: into how many equal slices the second axis of every microbatch, that of the
             sequence, is cut; a stage with ``carry=True`` passes something from each slice to the
             next. A named schedule is made with as many. None: the number of the schedule, or one.
-        more: options of passes, by name. ``order="ready"``: a rank runs, of its next actions, one
-            whose inputs are there; gradients are added in the order of the row, so the bits are
-            those of ``order="row"``, the default. ``("ready", n)`` chooses among n actions.
+        order: ``"row"``, the default: a rank runs its actions in the order of its row. ``"ready"``:
+            of its next actions it runs one whose inputs are there, of ``("ready", n)`` one of the
+            next n. Gradients are added in the order of the row, so the bits are the same.
+        more: other options of passes, by name.
 
     Raises:
         StageError: if stages or an option are wrong.

@@ -163,8 +163,8 @@ class PipelineBase(Generic[Y, R]):
 
         >>> from fpipe import local, pipeline
         >>> pipe = pipeline([torch.mul] * 2, microbatches=2, group=local(2))
-        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=lambda number,
-        ...     y: y.sum().item())
+        >>> def each(number, y): return y.sum().item()
+        >>> pipe([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0), each=each)
         [6.0, 30.0]
         """
         call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
@@ -177,11 +177,14 @@ class PipelineBase(Generic[Y, R]):
 
     def _repr_html_(self) -> str:
         count = self.config.microbatches
-        if not count or self.config.choice is not None:
-            picture = ""
-        else:
+        picture = ""
+        if count and self.config.choice is None:
             picture = self.schedule(count)._repr_html_()
-        return f"<p><b>{escape(repr(self)[1:-1])}</b></p>{picture}"
+        loss = self.config.loss
+        return (
+            f"<p><b>{escape(repr(self)[1:-1])}</b><br/>microbatches {count or 'of each call'}, "
+            f"loss {escape(getattr(loss, '__name__', str(loss)))}</p>{picture}"
+        )
 
     @checked
     def plan(self, params: Sequence[Tree], x: Tree, /, *targets: Tree, **side: Tree) -> Plans:

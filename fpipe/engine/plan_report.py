@@ -83,9 +83,9 @@ class Plans:
         return (self.by_rank[rank] for rank in sorted(self.by_rank))
 
     def __str__(self) -> str:
-        rows = ["rank  instructions  slots  peak bytes"]
+        rows = ["rank  instructions  peak bytes"]
         for p in self:
-            rows.append(f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}")
+            rows.append(f"{p.rank:4d}  {len(p.instructions):12d}  {p.peak:10,d}")
         if self.graph is not None:
             rows.append(f"its graph keeps {self.graph:,} bytes allocated at most")
         return "\n".join([*rows, "", *map(str, self)])

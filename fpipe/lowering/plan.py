@@ -155,7 +155,7 @@ class Plan:
 
     def _text(self, peak: str, *key: str) -> str:
         count = len(self.instructions)
-        head = f"rank {self.rank}: {count} instructions, {self.slots} slots, peak {peak}"
+        head = f"rank {self.rank}: {count} instructions, peak {peak}"
         lines = [head, *key, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
         for weave in {id(w): w for w in self.weaves.values()}.values():
             others = sum(w is weave for w in self.weaves.values()) - 1

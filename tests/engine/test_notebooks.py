@@ -78,6 +78,7 @@ def test_a_pipeline_and_its_plans_are_shown():
     pipe, batch = pipe_and_batch()
     words = texts(pipe._repr_html_())
     assert any("ZBVZeroBubble: 2 ranks, 4 microbatches" in word for word in words)
+    assert "<br/>microbatches 4, loss &lt;lambda&gt;</p>" in pipe._repr_html_()
     assert "<table" not in pipe._repr_html_()  # its heading wraps
     plans = pipe.plan(*batch)
     words = texts(plans._repr_html_())

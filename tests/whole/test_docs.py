@@ -205,8 +205,8 @@ def test_reference_begins_with_what_a_user_calls(hooks: ModuleType):
     assert said.startswith("\n\nA function of `(params, x, *targets)`")
     assert "value_and_grad(pipe)(params, x, target)" in said, "the example is before the options"
     more = re.findall(r"^\* `(\w+)`: (.*)", args.partition("**Raises**")[0], re.M)[-1]
-    assert more[0] == "more" and more[1].startswith("options of passes, by name. ")
-    assert [name for name in PASSES if f"`{name}=" not in more[1]] == []
+    assert more[0] == "more" and more[1].startswith("other options of passes, by name.")
+    assert [name for name in PASSES if f"\n* `{name}`: " not in args] == []
     contents = pages["reference/pipelines.md"].partition("\n## ")[0]
     assert contents.index("](#fpipe.pipeline)") < contents.index("](#fpipe.per_example)")
 
@@ -292,7 +292,9 @@ def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
     page, pictures = hooks.zoo()
     assert set(hooks.FACTS) == BUILT_IN
     for name, facts in hooks.FACTS.items():
-        assert f"## {name}\n" in page and pictures[f"zoo/{name}.svg"].startswith(b"<svg")
+        assert re.search(rf"^## {name} .*{{#{name.lower()}}}$", page, re.M) and pictures[
+            f"zoo/{name}.svg"
+        ].startswith(b"<svg")
         assert b'width="390"' in pictures[f"zoo/{name}-phone.svg"]
         assert facts.arxiv in page
     table = (ROOT / "README.md").read_text()

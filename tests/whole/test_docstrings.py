@@ -31,6 +31,10 @@ finally:
 PUBLIC = dict(hooks.public())
 
 
+#: Options of ``fpipe.pipeline`` that its ``**more`` takes.
+OF_PASSES = ["order"]
+
+
 def gaps(name: str, value: Any) -> Iterator[str]:
     """What the docstring of a public name lacks."""
     doc = inspect.getdoc(value)
@@ -49,7 +53,7 @@ def gaps(name: str, value: Any) -> Iterator[str]:
         )
         yield from (
             f"no {extra}, which is explained"
-            for extra in explained(found, "Args:") - parameters(name, value)
+            for extra in explained(found, "Args:") - parameters(name, value) - {*OF_PASSES}
         )
         if returns(value) and not found.get("Returns:") and not says_result(value, doc):
             yield "Returns"
@@ -253,3 +257,10 @@ OPAQUE = {"Absent", "Automatic", "C10dGroup", "Copies", "Elastic", "LocalGroup",
     "Unpad",
     "Weighted",
 }
+
+
+def test_what_a_call_returns_is_a_list():
+    """It was one paragraph of seven cases."""
+    doc = inspect.getdoc(fpipe.value_and_grad) or ""
+    shown = hooks.markdown(doc, "fpipe.value_and_grad")
+    assert "\n* `value_and_grad(pipe, (0, 1))`: `(loss, (grads, dx))`.\n" in shown

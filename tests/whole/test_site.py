@@ -91,9 +91,18 @@ FIRST = {
     "slow step": "faq.html#why-are-steps-slow",
     "reproducible": "faq.html#are-runs-reproducible",
     "torchrun": "howto/machines.html#with-torchrun",
+    "ZB-H1": "zoo.html#zbh1",
+    "zb-v": "zoo.html#zbvzerobubble",
+    "dualpipe-v": "zoo.html#dualpipev",
+    "1f1b-interleaved": "zoo.html#interleaved1f1b",
+    "difference to torch pipelining": "howto/pipelining.html",
+    "save checkpoint resume": "howto/checkpoints.html",
 }
 #: a query whose words are in all pages -> places that are not among the first pages
-NOISE = {"out of memory": "howto/cluster.html reference/interop.html howto/pipelining.html"}
+NOISE = {
+    "out of memory": "howto/cluster.html reference/interop.html howto/pipelining.html",
+    "save checkpoint resume": "howto/memory.html",
+}
 #: questions as people ask them -> places of which one is first on the first or the second page
 QUESTIONS = {
     "which schedule should I use": "howto/choose.html",
@@ -108,6 +117,7 @@ QUESTIONS = {
     "seed": "sharp.html#random-numbers",
     "what is a bubble": "glossary.html#bubble",
     "multi node slurm": "howto/cluster.html#slurm",
+    "slow step": "howto/explain.html",
 }
 
 

@@ -20,6 +20,7 @@ from ...actions import Costs, Per, counted, progress
 from ...errors import ScheduleError
 from ...generators import about_schedule, make_schedule
 from .. import pictures
+from ..pictures.labels import percent
 from ..search import comparison
 from ..search.comparison import held, in_microbatches
 from ..search.memory_limit import limits
@@ -132,7 +133,7 @@ def _one(price: Costs) -> str:
     return ", in units of saved=, or in bytes"
 
 
-@click.command()
+@click.command(cls=options.Priced)
 @options.ranks_option
 @options.microbatches_option
 @options.stages_option
@@ -210,11 +211,15 @@ def compare(
         title = f"Time against memory: {counts}\n{taken}\n{priced}"
         below = f"{pictures.table(*rows)}<p>{escape(columns)}</p>"
         pictures.frontier([*comparison.points(entries)], out, look, title, limit, take or "", below)
+        if not as_json:
+            say(taken)
+            options.say_written(out)
+            return
     if as_json:
         found = [entry._asdict() for entry in entries]
         print_json({"schedules": found, "take": take, "not for these counts": unsupported})
         return
-    _say_problem(p, m, f"{priced}\n\n{taken}")
+    say(f"ranks {p}, microbatches {m}, {priced}\n\n{taken}\n\n")
     click.echo("\n".join(pictures.aligned(rows, " ")))
     say(f"\n{columns}")
     if unsupported:
@@ -222,8 +227,6 @@ def compare(
     if chosen is None:
         given = f" --stages {stages}" * bool(stages) + _given(costs, price, per, memory)
         click.echo(f"\ntry: fpipe solve -p {p} -m {m}{given}")
-    if out:
-        options.say_written(out)
 
 
 def _given(costs: str, price: Costs, per: Per, memory: str | None = None) -> str:
@@ -237,10 +240,6 @@ def _priced(price: Costs, per: Per) -> str:
     whose = "each stage" if per == "stage" or price.counts else "a rank's whole share"
     told = re.sub(r"\((.*?)\)", lambda m: m[1].replace(", ", ":"), repr(price)[6:-1])
     return re.sub(r"\.0\b", "", f"costs {told} of {whose}")
-
-
-def _say_problem(ranks: int, microbatches: int, rest: str) -> None:
-    say(f"ranks {ranks}, microbatches {microbatches}, {rest}\n\n")
 
 
 def _taken(
@@ -261,83 +260,70 @@ def _taken(
 
 def _figures(entry: comparison.Entry) -> str:
     return (
-        f"total {entry.total:.6g}, bubble {entry.bubble:.2%}, memory {held(entry.memory)}, "
-        f"weights {entry.weights:g}x"
+        f"total {entry.total:.6g}, bubble {percent(entry.bubble)}, memory {held(entry.memory)}"
+        f"{', weights 2x' * (entry.weights > 1)}"
     )
 
 
 _MEANINGS = """
-span: from step to step: the longest time of one rank, first to last action
 total: one step alone: from the first start to the last end of all ranks
+span: from step to step: the longest time of one rank, first to last action
 memory: the fullest rank's peak{}
-bubble: idle share, 1 - work / span"""
+bubble: idle share, 1 - work / span
+no schedule with weights once has a span below {:.6g} ({})"""
 
 
-def _how_good(best: Solved) -> str:
-    """How far its span is from the least, and whether the cut of the layers sets that."""
-    found = "optimal: yes, no schedule with one copy of each stage has a shorter span"
-    if best.gap:
-        found = (
-            f"gap {best.gap:.2%}: no schedule has a span below {best.bound:.6g} "
-            f"({best.bound.reason})"
-        )
-    found = fill(found, 80)
-    mean = sum(best.timeline.busy) / best.ranks
-    if best.bound.reason.endswith("its work") and best.bound > mean * ALMOST:
-        found += "\n" + fill(
-            f"the busiest rank works for {best.bound:.6g}, ranks on average for {mean:.6g}: a more "
-            "even cut of the layers into stages allows a shorter span, see fpipe.balance",
-            80,
-        )
-    return found
+def _times(entry: comparison.Entry) -> str:
+    return f"{entry.name}, total {entry.total:.6g}, {entry.span:.6g} from step to step"
 
 
 def _verdict(
-    best: Solved, entries: Sequence[comparison.Entry], limit: float, one: str, draw: str, then: str
-) -> tuple[str, str]:
-    """What to take and how good it is; and the figures beside those of the best named ones, with a
-    picture unless one is as good.
-
-    ``draw`` are the options that draw a named one; ``then`` is what to try where none is as good.
+    best: Solved, entries: Sequence[comparison.Entry], limit: float
+) -> tuple[str, str, str]:
+    """The named schedule that is as good, or ""; whether another cut of the layers is better and
+    what to take; and a table of these schedules.
     """
-    t = best.timeline
-    named = f"take the solved schedule: no named one holds at most {held(limit)}"
-    as_good = False
-    solved = comparison.entry_of("solved", best, t)
-    rows = [solved]
-    if taken := comparison.take(entries, limit, "span", copies=1):
+    named = ""
+    t, bound = best.timeline, best.bound
+    taken = comparison.take(entries, limit, "span", copies=1)
+    rows = [comparison.entry_of("the solved schedule", best, t)]
+    more = f"\nno named schedule holds at most {held(limit)}"
+    if taken:
+        pairs = zip(taken[3:6], rows[0][3:6], strict=True)  # total, span, memory
         rows.append(taken)
-        total, span, more = changes = [
-            (theirs - ours) / (ours or 1)
-            for theirs, ours in zip(taken[3:6], solved[3:6], strict=True)  # total, span, memory
-        ]
-        as_good = max(changes) <= ALMOST - 1
-        gains = f"span {span:+.1%}, total {total:+.1%}, memory {more:+.1%}"
-        named = f"take the solved schedule\nbest named schedule: {taken.name} ({gains})"
-        if as_good:
-            named = f"take {taken.name}: the search found none better"
-            then = f"fpipe draw {taken.name} {draw}"
-    for copies, note in ((1, ""), (inf, " (not searched)")):
-        other = comparison.take(entries, limit, copies=copies)
-        if other and other not in rows and other.total <= t.total * ALMOST:
-            rows.append(other)
-            named += f"\nor {other.name}: {_figures(other)}{note}"
-    named += f"\n{_how_good(best)}"
-    if then:
-        named += f"\ntry: {then}"
+        more = f"\nbest named schedule: {_times(taken)}"
+        if all(theirs <= ours * ALMOST for theirs, ours in pairs):
+            rows, named, more = [taken], taken.name, ""
+    first = "take"
+    least = comparison.take(entries, limit)
+    if least and least not in rows and least.total * ALMOST < t.total:
+        rows.append(least)
+        first = "with weights once:"
+        way = "with weights twice" if least.weights > 1 else "for one step alone"
+        more += f"\n{way}: {_times(least)}"
+    good = f"within {best.gap:.2%} of the least" if best.gap else "optimal"
+    text = f"{first} {_times(rows[0])} ({good}){more}"
+    mean = sum(t.busy) / best.ranks
+    if bound.reason.endswith("its work") and bound > mean * ALMOST:
+        text = (
+            f"the busiest rank works {bound:.6g}, the mean is {mean:.6g}: cut the layers more "
+            f"evenly by\n  fpipe.balance(layers, ranks={best.ranks})\n{text}"
+        )
     cells = [
-        (e.name, f"{e.span:.6g}", f"{e.total:.6g}", held(e.memory), f"{e.bubble:.2%}") for e in rows
+        (
+            f"{e.name}{', as solved' * (e.name == named)}",
+            f"{e.total:.6g}",
+            f"{e.span:.6g}",
+            held(e.memory),
+            percent(e.bubble),
+        )
+        for e in rows
     ]
-    table = "\n".join(pictures.aligned([("", "span", "total", "memory", "bubble"), *cells]))
-    text = f"{table}\n{_MEANINGS.format(one)}\n"
-    if not as_good:
-        places = f"stages by rank: {repr(best.placement)[10:-1]}"
-        text += "\n" + fill(places, 80, subsequent_indent="  ")
-        text += f"\n\n{pictures.draw(t)}"
-    return named, text
+    table = pictures.aligned([("", "total", "span", "memory", "bubble"), *cells])
+    return named, text, "\n".join(table)
 
 
-@click.command()
+@click.command(cls=options.Priced)
 @options.ranks_option
 @options.microbatches_option
 @options.stages_option
@@ -361,13 +347,13 @@ def solve(
     """Search for the schedule with the least span for costs and memory; --out writes it.
 
     The span is the longest time of a rank from its first action to its last: the time of a step
-    where steps follow each other. The gap is how far it is above a bound that no schedule can be
-    below; without a gap the schedule is optimal. Of those that it finds with the same span, it
-    takes the least total, then the least memory. Ctrl-C ends the search.
+    where steps follow each other. A schedule is optimal where none with weights once has a shorter
+    span. Of those with the same span that it finds, it takes the least total, then the least
+    memory. Ctrl-C ends the search.
 
     \b
     fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
-    fpipe solve -p 4 -m 16 --placement V --costs F=1,I=1.1,W=0.8,comm=0.1 --memory 6
+    fpipe solve -p 4 -m 16 --placement V --costs F=1,comm=0.1 --memory 6
     """
     p, m = options.counts(ranks, microbatches)
     price = options.parse_costs(costs)
@@ -379,20 +365,25 @@ def solve(
     with progress("comparing schedules") as track:
         entries, _ = comparison.compare(p, m, stages=best.stages, costs=price, per=per, track=track)
     priced = _given(costs, price, per)
+    [limit] = limits(memory, 1, price)
+    named, verdict, table = _verdict(best, entries, limit)
+    say(verdict)
     counts = f"-p {p} -m {m} --stages {best.stages}"
-    then = ""
-    if best.gap or not out:  # else this schedule is the best, and in the file
+    if named:
+        click.echo(f"try: fpipe draw {named} {counts}{priced}")
+    elif best.gap or not out:  # else this schedule is the best, and in the file
         then = f"fpipe solve {counts}{_given(costs, price, per, memory)}"
         then += f" --placement {placement}" * (placement != "any")
         then += f" --seconds {min(6 * seconds, 86400):g}" * (best.gap > 0)
-        then += f" --out {quote(out or 'plan.csv')}"
-    [limit] = limits(memory, 1, price)
+        click.echo(f"try: {then} --out {quote(out or 'plan.csv')}")
     within = f", memory at most {held(limit)}" * (limit < inf)
     count = f"stages {best.stages}{' (from the costs)' * bool(price.counts)}"
-    named, text = _verdict(best, entries, limit, _one(price), counts + priced, then)
-    click.echo(f"{named}\n")
-    _say_problem(p, m, f"{count}, {_priced(price, per)}{within}")
-    click.echo(text, color=True)
+    say(f"\nranks {p}, microbatches {m}, {count}, {_priced(price, per)}{within}\n\n")
+    click.echo(table)
+    say(_MEANINGS.format(_one(price), best.bound, best.bound.reason))
+    if not named:
+        say(f"\nstages by rank: {repr(best.placement)[10:-1]}\n\n")
+        click.echo(pictures.draw(best.timeline), color=True)
     if out:
         best.to_csv(out)
-        click.echo(f"wrote {out}; try: fpipe draw {out}{priced}")
+        click.echo(f"\nwrote {out}; try: fpipe draw {out}{priced}")

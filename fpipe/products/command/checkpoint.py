@@ -62,8 +62,9 @@ def _counted(leaves: Collection[Leaf]) -> str:
 @checkpoint.command()
 @PATH
 def verify(path: Path) -> int:
-    """Read every byte of a checkpoint and compare it with the hashes; the exit status is 1 if
-    something differs.
+    """Compare every byte of a checkpoint with its hashes.
+
+    The exit status is 1 if something differs.
     """
     try:
         manifest = Manifest.read(path)
@@ -83,8 +84,9 @@ def verify(path: Path) -> int:
 @option("--tree NAME", "What becomes a model: params, or an average of them.", "params")
 @option("--shard N", "Bytes of a file.", 5 << 30)
 def convert(path: Path, out: Path, tree: str, shard: int) -> None:
-    """Convert a checkpoint to the layout of Hugging Face: safetensors files with an index, without
-    the configuration of the model.
+    """Convert a checkpoint for Hugging Face.
+
+    DIR gets safetensors files with an index, without the configuration of the model.
 
     \b
     fpipe checkpoint convert runs/a/step-000000100 model/

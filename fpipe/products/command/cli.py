@@ -35,7 +35,7 @@ explain    explain:explain       Explain a script's pipeline: what runs where, m
 train      train:train           Train a small GPT on several processes, and check its gradients.
 copies     copies:copies         Run a script as several copies, of which any may be lost.
 checkpoint checkpoint:checkpoint Show, verify or convert checkpoints.
-doctor     doctor:command        Probe this machine's backend, and list the remedies for its faults.
+doctor     doctor:command        Probe this machine's backend; list remedies for its faults.
 """
 #: name -> (module:function, line); a module is loaded when its command runs
 COMMANDS = {
@@ -43,12 +43,13 @@ COMMANDS = {
     for name, function, line in (row.split(maxsplit=2) for row in _TABLE.strip().splitlines())
 }
 
-#: (shell, the line that switches completion on)
-COMPLETION = [
-    ("bash", 'eval "$(_FPIPE_COMPLETE=bash_source fpipe)"    in ~/.bashrc'),
-    ("zsh", 'eval "$(_FPIPE_COMPLETE=zsh_source fpipe)"     in ~/.zshrc'),
-    ("fish", "_FPIPE_COMPLETE=fish_source fpipe | source    in config.fish"),
-]
+#: for each shell, the line that switches completion on
+COMPLETION = """
+Completion of commands, options and names of schedules:
+  bash  eval "$(_FPIPE_COMPLETE=bash_source fpipe)"    in ~/.bashrc
+  zsh   eval "$(_FPIPE_COMPLETE=zsh_source fpipe)"     in ~/.zshrc
+  fish  _FPIPE_COMPLETE=fish_source fpipe | source    in config.fish
+"""
 
 USAGE = 2
 INTERNAL = 70
@@ -88,8 +89,7 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
-        with formatter.section("Completion of commands, options and names of schedules"):
-            formatter.write_dl(COMPLETION)
+        formatter.write(COMPLETION)
 
 
 @click.group(
@@ -107,8 +107,8 @@ def fpipe(ctx: click.Context) -> None:
     """Pipeline schedules as data: draw them, check them, compare them.
 
     \b
-    fpipe draw ZBV --ranks 4 --microbatches 8      a schedule in the terminal
-    fpipe compare --ranks 8 --microbatches 24      all schedules, with bubbles and memory
+    fpipe draw ZBV --ranks 4 --microbatches 8     a schedule in the terminal
+    fpipe compare --ranks 8 --microbatches 24     time and memory of all schedules
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

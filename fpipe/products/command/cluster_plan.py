@@ -78,7 +78,8 @@ def plan(
 
     \b
     fpipe plan --model config.json --gpus 1024 --gpu h100 --tokens 4M --seq 8K
-    fpipe plan --model config.json --gpus 64 --gpu a100 --tokens 1M --seq 4K --only pp=4
+    fpipe plan --model config.json --gpus 64 --gpu a100 --tokens 1M --seq 4K \\
+      --only pp=4
     """
     if tokens % seq:
         low = max(tokens // seq, 1) * seq

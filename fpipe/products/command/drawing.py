@@ -13,7 +13,7 @@ from . import options
 from .options import option
 
 
-@click.command()
+@click.command(cls=options.Priced)
 @click.argument(
     "schedules",
     nargs=-1,

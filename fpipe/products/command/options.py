@@ -179,14 +179,37 @@ stages_option = option("--stages N", "Stages.  [default: what the schedule needs
 slices_option = option("--slices N", "Slices of the sequence of a microbatch.", 1)
 costs_option = option(
     "--costs COSTS",
-    "Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), "
-    "comm (a message), send and receive (the time that a message takes of either rank); sizes: "
-    "saved (from F to B, or to I), kept (from I to W), boundary (a message), bandwidth (size per "
-    "time). F=1:2:1 is one number per stage; load=1:2 and size=1:2 are factors of times and sizes, "
-    "one per microbatch. Or a file of fpipe.measure_costs(...).to_json().",
-    default="",
+    "Costs of actions, such as F=1,I=1,W=1, or a .json file; see below.",
+    "",
     show_default=False,
 )
+_COSTS = """
+Costs:
+  F, I, W         time of an action
+  B               time of a backward that is not split; else I + W
+  overlap         time of a fused action; else the sum of its parts
+  comm            time of a message on its way
+  send, receive   time that a message takes of the rank at either end
+  saved           memory from F to B, or to I
+  kept            memory from I to W
+  boundary        size of a message
+  bandwidth       size per time of a link
+  load=1:2        factors of times, one per microbatch
+  size=1:2        factors of sizes, one per microbatch
+
+F=1:2:1 is one number per stage. A file is that of
+fpipe.measure_costs(...).to_json().
+"""
+
+
+class Priced(click.Command):
+    """A command that takes costs: its help ends with their names."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write their names."""
+        formatter.write(_COSTS)
+
+
 per_option = option(
     "--per rank|stage",
     "Whose costs these are: of a rank's whole share of the model, of which each of its stages has "

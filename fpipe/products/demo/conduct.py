@@ -62,7 +62,7 @@ def run(settings: Settings, source: str) -> int:
             f"speed      {median(step.speed for step in steps):,.0f} tokens/s (median)\n"
             f"bubble     {planned.bubble:.0%} in theory, {bubble:.0%} here{sharing(s.ranks)}\n"
             f"check      last step: loss and gradients {found}[/] those of one process\n"
-            f"timeline   [bold]{settings.page}"
+            f"timeline   open [bold]{settings.page}[/] in a browser"
         )
     return 1 if largest else 0
 

@@ -116,9 +116,9 @@ def work(settings: Settings, wire: Connection) -> LastStep:
     if reports:
         theory = planned(settings.schedule, sum(profiled.simulated.busy))
         real = profiled.timeline
-        ratio = f"{real.total / theory.total:.1f} times as long as in theory"
-        note = f"It takes {ratio}{sharing(settings.schedule.ranks)}."
-        save([theory, replace(real, note=note)], settings.page)
+        ratio = f"{real.total / theory.total:.1f} times as long{sharing(settings.schedule.ranks)}"
+        note = f"{theory.note} The measured step takes {ratio}."
+        save([replace(theory, note=note), real], settings.page)
     return last
 
 
@@ -136,4 +136,5 @@ def planned(schedule: Schedule, busy: float) -> Timeline:
 
 def sharing(ranks: int) -> str:
     """That processes share cores, if they do."""
-    return f": {ranks} processes share {counted(cores(), 'core')}" * (cores() < ranks)
+    count = counted(cores(), "core")
+    return f": {ranks} processes and their messages wait for {count}" * (cores() < ranks)
