@@ -19,7 +19,7 @@ from ... import Costs, Schedule, Timeline, make_schedule, schedule_names
 from ...actions import Per, Track, as_costs, number, uncollected
 from ...errors import ScheduleError
 from ...generators import orders_slices
-from ..pictures.labels import size_text
+from ..pictures.labels import percent, size_text
 from ..pictures.output import Cell
 from ..pictures.scene import BYTES, TimeAndMemory
 from .problem import ALMOST
@@ -170,15 +170,15 @@ def table(entries: Sequence[Entry], limit: float = inf) -> list[list[object]]:
     >>> from fpipe.products.pictures.labels import aligned
     >>> rows = table(compare(4, 8, names=["ZB2P", "VMin", "ZBV"])[0], limit=6)
     >>> print(*aligned(rows, " "), sep="\\n")
-    schedule  total  memory  bubble  stages  weights  messages
-    ZBV        25.5*      4   0.00%*      8       1x        96
-    ZB2P         27       8!  0.00%       4       1x        48
-    VMin       29.5       2* 18.64%       8       1x        96
+    schedule total  memory  bubble  stages  weights  messages
+    ZBV       25.5*      4      0%*      8       1x        96
+    ZB2P        27       8!     0%       4       1x        48
+    VMin      29.5       2*  18.6%       8       1x        96
     """
     columns = {
         "total": number,
         "memory": held,
-        "bubble": lambda share: f"{100 * share:.2f}%",
+        "bubble": percent,
         "stages": str,
         "weights": lambda copies: f"{copies:g}x",
         "messages": str,
