@@ -298,9 +298,9 @@ def _verdict(
     least = comparison.take(entries, limit)
     if least and least not in rows and least.total * ALMOST < t.total:
         rows.append(least)
-        first = "with weights once:"
+        first = "take with weights once:"
         way = "with weights twice" if least.weights > 1 else "for one step alone"
-        more += f"\n{way}: {_times(least)}"
+        more += f"\nor {way}: {_times(least)}"
     good = f"within {best.gap:.2%} of the least" if best.gap else "optimal"
     text = f"{first} {_times(rows[0])} ({good}){more}"
     mean = sum(t.busy) / best.ranks

@@ -587,8 +587,8 @@ def test_compare_and_solve_name_the_same_schedules(capsys: pytest.CaptureFixture
     assert solved[:4] == [
         "the busiest rank works 35.2, the mean is 26.8: cut the layers more evenly by",
         "  fpipe.balance(layers, ranks=4)",
-        "with weights once: ZBH2, total 38.2, 35.2 from step to step (optimal)",
-        "with weights twice: DualPipe, total 29.6, 29.6 from step to step",
+        "take with weights once: ZBH2, total 38.2, 35.2 from step to step (optimal)",
+        "or with weights twice: DualPipe, total 29.6, 29.6 from step to step",
     ]
     (place,) = (at for at, line in enumerate(solved) if line.split()[:2] == ["total", "span"])
     assert [line.split("  ")[0] for line in solved[place + 1 : place + 4]] == [
@@ -720,12 +720,12 @@ def test_solve_says_first_whether_a_named_schedule_is_as_good(capsys: pytest.Cap
     ], "two equal rows"
     uneven = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", "F=1:2:1:2")
     assert uneven.startswith(
-        "with weights once: the solved schedule, total 36, 32 from step to step (optimal)\n"
+        "take with weights once: the solved schedule, total 36, 32 from step to step\n  (optimal)\n"
         "best named schedule: ZBH2, total 36, 33 from step to step\n"
-        "with weights twice: DualPipe, total 31, 31 from step to step\n"
+        "or with weights twice: DualPipe, total 31, 31 from step to step\n"
     )
     uneven = printed(capsys, "solve", "-p", "4", "-m", "8", "--costs", "F=1:1:1:2,I=1:1:1:2,W=1")
-    assert "\nwith weights once: ZBH2, " in uneven, "not ZBH1, of a longer span"
+    assert "\ntake with weights once: ZBH2, " in uneven, "not ZBH1, of a longer span"
     assert "stages 4 (from the costs)" in uneven and "stages 8," in text
     assert uneven.startswith("the busiest rank works 40, the mean is 28: cut the layers")
     assert "busiest" not in text, "no cut is better"

@@ -338,17 +338,30 @@ def test_lanes_by_rank_have_the_rank_above_and_whole_names(view: Open):
     assert rows[:6] == ["rank 0", "0 0", "0 1", "rank 1", "1 0", "1 1"]
 
 
-def test_the_bubble_of_a_lane_is_named_by_rank_too(view: Open):
-    """It was a bare 27.3% there."""
-    page = view(make_schedule("1F1B", 4, 8).simulate(), zbv())
+def test_the_bubble_of_a_lane_is_named_by_rank_too_where_ranks_differ(view: Open):
+    """It was a bare 27.3% there, the same on each lane."""
+    uneven = make_schedule("1F1B", 4, 8).simulate(Costs(F=[1, 1, 1, 2]))
+    page = view(uneven, zbv())
     page.evaluate(
         "CanvasRenderingContext2D.prototype.fillText = "
         "function (text) { (window.said ??= []).push(text); }"
     )
     page.click("#group")
     page.evaluate("() => fpipe.paint()")
-    said = page.evaluate("window.said")
-    assert "bubble 27.3%" in said and "27.3%" not in said and "ZBVZeroBubble" in said
+    said = [text for text in page.evaluate("window.said") if "%" in str(text)]
+    assert len(set(said)) > 1 and all(text.startswith("bubble ") for text in said)
+    assert "bubble 0%" not in said, "that of ZBV is the same on all ranks"
+
+
+def test_the_overview_follows_the_margin(view: Open):
+    """By rank its lanes began 32 pixels left of its frame."""
+    page = view(make_schedule("1F1B", 4, 8).simulate(), zbv())
+    page.click("#group")
+    stale = page.evaluate(
+        "() => {const map = document.querySelector('#map'); fpipe.paint(); const was = "
+        "map.toDataURL(); fpipe.state.loads += 1; fpipe.paint(); return was !== map.toDataURL()}"
+    )
+    assert not stale, "painted again it is another one"
 
 
 def test_a_note_of_several_lines_has_one_below_the_other(view: Open):
@@ -416,6 +429,16 @@ def test_all_lanes_of_a_page_are_bars_or_shares(view: Open):
     page.set_viewport_size({"width": 390, "height": 844})
     assert not any(x % 1 for x in page.evaluate(LEFT_ENDS))
     assert "height: share of the time" in page.inner_text("#legend")
+
+
+def test_on_a_phone_the_hint_takes_no_more_than_its_lines(view: Open):
+    """It had the height of a chosen action, and covered the last lane of two timelines."""
+    page = view(zbv())
+    page.set_viewport_size({"width": 390, "height": 844})
+    height = "document.querySelector('#chosen').clientHeight"
+    assert page.evaluate(height) < 60
+    page.click("#lanes", position={"x": 60, "y": 60})
+    assert page.evaluate(height) > 100
 
 
 def test_short_actions_leave_the_others_drawn_one_by_one(view: Open):

@@ -70,7 +70,7 @@ function paintMap(canvas, state) {
   const view = {left: GUTTER, width: Math.max(width - GUTTER - 12, 10), ratio};
   view.scale = view.width / state.total;
   view.x = (time) => view.left + time * view.scale;
-  const key = [width, height, ratio, theme.paper, state.searches, state.loads].join();
+  const key = [view.left, width, height, ratio, theme.paper, state.searches, state.loads].join();
   if (overview.key !== key) {
     overview.key = key;
     overview.canvas.width = canvas.width;

@@ -132,14 +132,14 @@ function paintLabels(pen, row, y, state) {
   pen.fillStyle = theme.ink;
   const middle = y + row.bar / 2 + 0.5, left = wide ? 16 : 6;
   const name = state.byRank && state.scenes.length > 1 ? scene.label : wide ? `rank ${row.rank}` : String(row.rank);
-  const bubble = state.byRank || scene.varies.bubble;
+  const {bubble, peak} = scene.varies;
   pen.fillText(clipped(pen, name, GUTTER - left - (wide && bubble ? 76 : 6)), left, middle);
   if (!wide) return;
   pen.font = `${small ? 10 : 11}px ${FONT}`;
   pen.fillStyle = theme.faint;
   pen.textAlign = "right";
   if (bubble) pen.fillText("bubble " + percent(lane.bubble), GUTTER - 12, middle);
-  if (row.curve >= 12 && (state.byRank || scene.varies.peak)) pen.fillText("peak " + amount(lane.peak, scene), GUTTER - 12, y + row.bar + row.curve / 2);
+  if (row.curve >= 12 && peak) pen.fillText("peak " + amount(lane.peak, scene), GUTTER - 12, y + row.bar + row.curve / 2);
 }
 
 function paintRow(pen, row, y, view, state) {
