@@ -78,6 +78,8 @@ FIRST = {
     "clip gradients": "howto/training.html#clipping",
     "clip gradient norm": "howto/training.html#clipping",
     "checkpoint": "howto/checkpoints.html",
+    "activation recomputation": "howto/memory.html#gradient-checkpointing",
+    "shared embedding tied weights": "sharp.html#tied-parameters",
     "freeze layers": "faq.html#how-do-i-freeze-layers",
     "frozen": "howto/model.html#freeze-layers",
     "nan loss": "faq.html#the-loss-is-nan",
