@@ -86,7 +86,7 @@ def main(steps: int = 20, folder: str | None = None) -> list[float]:
         folder = folder or tempfile.mkdtemp()
         found = {"bar": bar(steps), "tensorboard": tensorboard(folder), "wandb": weights_and_biases(folder)}
         logs += [log for log in found.values() if log]
-        print("logs:", ", ".join(name for name, log in found.items() if log))
+        print("logs:", ", ".join(name for name, log in found.items() if log), "in", folder)
     fpipe.Loop(pipe, tx, log=lambda record: [log(record) for log in logs]).run(
         pipe.place(params), lambda _: (x, t), steps
     )

@@ -4,7 +4,7 @@ Each head is a stage of its own at the end: it computes on from the hidden state
 and passes the predictions so far on. All heads read one embedding, which is tied over the first stage and theirs: its
 gradients are summed.
 
-The loss is the cross entropy of the next word, and SHARE of that of each later one. It begins near that of guesses,
+The loss is the cross entropy of the next word, and SHARE of that of each later one. It begins above that of guesses,
 1.6 times the logarithm of WORDS, and falls below 0.5: each word is 5 times the one before, so all can be predicted.
 
 python examples/multi_token.py                                   # four ranks in one process

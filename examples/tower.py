@@ -1,6 +1,6 @@
 """A big tower on several ranks (multimodal, vision-language): a vision tower before a small text model.
 
-The tower costs about three times as much as the text model. With a rank each, the rank of the text model would wait.
+The tower is taken to cost three times as much as the text model: with a rank each, that of the text would wait.
 ``replicas=(3, 1)`` puts the tower on three ranks, each of which runs every third microbatch, and the text model on one.
 The text is a side input of its stage: it is not sent between ranks.
 
@@ -74,7 +74,9 @@ def main(steps: int = 40) -> list[float]:
             print(f"step {number + 1:3d}  loss {losses[-1]:.4f}")
     if 0 in group.here:
         alone = fpipe.make_schedule("1F1B", ranks=2, microbatches=12).simulate(costs)
-        print(f"time of a step {schedule.simulate(costs).total:g}, with a rank for each stage {alone.total:g}")
+        print(
+            f"simulated time of a step {schedule.simulate(costs).total:g}, with a rank for each stage {alone.total:g}"
+        )
     return losses
 
 

@@ -147,7 +147,7 @@ def test_loggers_run_without_what_is_not_installed(
         monkeypatch.setitem(sys.modules, name, None)
     assert len(load("loggers").main(steps=3)) == 3
     out, err = capsys.readouterr()
-    assert out.startswith("logs: bar\n") and "3/3" in err
+    assert out.startswith("logs: bar in ") and "3/3" in err
 
 
 def test_injected_faults_raise_the_errors_that_the_example_says():

@@ -4,7 +4,7 @@
 Reads plans and simulates schedules; nothing runs.
 """
 
-from .page import Explanation, explain
+from .page import explain
 from .reasons import advice, as_html, as_text
 
-__all__ = ["Explanation", "advice", "as_html", "as_text", "explain"]
+__all__ = ["advice", "as_html", "as_text", "explain"]

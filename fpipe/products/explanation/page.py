@@ -310,10 +310,10 @@ class Explanation:
     def _idle(self) -> Iterator[Sequence[object]]:
         for rank in range(self.timeline.ranks):
             causes = idle_of(self.timeline, rank) or [(0.0, "none")]
-            idle = sum(share for share, _ in causes)
-            named = [one for one in causes if one[0] >= idle / 10]
-            others = idle - sum(share for share, _ in named), "other causes"
-            for place, (share, why) in enumerate([*named, others][: len(causes)]):
+            shares = [share for share, _ in causes]
+            count = sum(share >= sum(shares) / 10 for share in shares)
+            others = sum(shares[count:]), "other causes"
+            for place, (share, why) in enumerate([*causes[:count], others][: len(causes)]):
                 yield "" if place else rank, f"{share:.1%}", why
 
 

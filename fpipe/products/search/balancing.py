@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import inf
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -221,21 +221,20 @@ def _cost(name: object, item: object) -> float:
 
 
 def _climb(best: Balance) -> Balance:
-    """Move single cuts by one while that makes the step shorter."""
+    """Move cuts by one, alone or with those that follow each other, while that makes the step
+    shorter.
+    """
     tries = _BUDGET // max(sum(map(len, best.schedule.rows)), 1)
-    improved = True
-    while improved:
-        improved = False
-        for index, by in product(range(1, len(best.starts)), (-1, 1)):
-            starts = list(best.starts)
-            starts[index] += by
+    while True:
+        ends = range(1, len(best.starts) + 1)
+        for (first, after), by in product(combinations(ends, 2), (-1, 1)):
+            starts = (by * (first <= k < after) + start for k, start in enumerate(best.starts))
             moved = replace(best, starts=tuple(starts))
-            if min(moved.sizes) < 1:
-                continue
-            if tries <= 0:
-                return best
             tries -= 1
-            if moved._score < best._score:
+            if tries < 0:
+                return best
+            if min(moved.sizes) > 0 and moved._score < best._score:
                 best = moved
-                improved = True
-    return best
+                break
+        else:
+            return best
