@@ -160,6 +160,17 @@ _NO_USERS = {"fpipe", "torch", "optree", *sys.stdlib_module_names}
 _VALUES = r"(?<=tensor\()\[[^a-z)]*"
 
 
+def check_floating(name: str, dtype: object) -> None:
+    """Raise ArgumentError if this is no floating dtype, and not None.
+
+    >>> check_floating("dtype", "bf16")
+    Traceback (most recent call last):
+    fpipe.errors.ArgumentError: dtype='bf16'; give a floating dtype, such as torch.bfloat16
+    """
+    if not getattr(dtype, "is_floating_point", dtype is None):
+        raise ArgumentError(f"{name}={dtype!r}; give a floating dtype, such as torch.bfloat16")
+
+
 def checked(fn: F) -> F:
     """``fn``, where an error of Python about its arguments is an ArgumentError that names them.
 

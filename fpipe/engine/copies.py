@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..collectives.group import Group, as_group
 from ..devices import wide
-from ..errors import StageError
+from ..errors import StageError, check_floating
 from ..stage import patterns
 
 
@@ -31,11 +31,7 @@ class Copies:
     reduction: Literal["mean", "sum"] | None = None  # None: that of the pipeline
 
     def __post_init__(self) -> None:
-        dtype = self.dtype
-        if dtype is not None and not getattr(dtype, "is_floating_point", False):
-            raise StageError(
-                f"copies(reduce_dtype={dtype!r}); give a floating dtype, such as torch.bfloat16"
-            )
+        check_floating("reduce_dtype", self.dtype)
         if self.zero not in (0, 1, 2, 3):
             raise StageError(
                 f"zero={self.zero!r}; 0 keeps everything whole, 1 cuts the optimizer state, 2 the "

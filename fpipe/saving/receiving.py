@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import CheckpointError
+from ..errors import CheckpointError, check_floating
 from ..tree import Tree
 from ._processes import AnyPath, Pipe, agree, check_unused
 from .files import stored
@@ -81,6 +81,7 @@ def receive(
     }
     wanted = _wanted(names, templates)
     seen = set[str]()
+    check_floating("dtype", dtype)
     taken = dict[str, Tensor]()
     fault: Exception | None = None
     for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.codec import DTYPES, dtype_name
-from ..errors import CheckpointError
+from ..errors import CheckpointError, check_floating
 from ..tree import Spec, Tree, is_tensor
 from ._processes import Pipe, agree, everyone
 from .collect import merged, stage_trees
@@ -92,6 +92,7 @@ def stream(
     first.w torch.Size([2, 2])
     last.w torch.Size([2])
     """
+    check_floating("dtype", dtype)
     if bucket_bytes < 1 or (to is not None and not 0 <= to < pipe.group.size):
         raise CheckpointError(
             f"bucket_bytes={bucket_bytes}, to={to}; give bytes, and a rank below {pipe.group.size}"

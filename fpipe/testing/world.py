@@ -135,6 +135,10 @@ class World:
         """Let others run until ``ready``; False if the time-out passed first. DeadlockError if all
         ranks wait.
         """
+        if self._over.is_set():
+            raise GroupError(
+                "this group belongs to a fpipe.testing.run that has ended; use it in its function"
+            )
         state = self.ranks[rank]
         state.waiting = Waiting(ready, what, self.clock + self.timeout)
         self._end_turn()

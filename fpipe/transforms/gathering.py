@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..collectives.group import Group, as_group
-from ..errors import StageError, checked
+from ..errors import StageError, check_floating, checked
 from .leaves import map_kinds
 from .transform import Transform, on_leaves
 
@@ -33,6 +33,7 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     ([tensor([1., 1.]), None], ())
     """
     as_group("mean_over", group)
+    check_floating("dtype", dtype)
 
     def kernel(leaves):
         zero = max(getattr(leaf, "zero", 0) for leaf in leaves)

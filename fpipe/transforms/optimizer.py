@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import TransformError
 from .leaves import Column, Mask, by_kind, count, flags, kind, mask_of, scaled, zeros
-from .transform import State, Transform, added, one_pass, shown, weights_of
+from .transform import Transform, added, one_pass, shown, weights_of
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -72,7 +72,7 @@ Kernel: TypeAlias = Callable[..., "tuple[Column, ...] | None"]
 
 def optimizer(
     name: str,
-    state_type: Callable[..., State],
+    state_type: type,
     arithmetic: Arithmetic,
     lr: Rate,
     *,
@@ -112,9 +112,9 @@ def optimizer(
         return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
 
     def body(at, state, params, how):
-        if not hasattr(state, "step"):
+        if not isinstance(state, state_type):
             raise TransformError(
-                f"{name} got the state {shown(state)}; pass that of tx.init(params), in the order "
+                f"the state of {name} is {shown(state)}; pass that of tx.init(params), in the order "
                 "tx.update(grads, state, params)"
             )
         number = state.step + 1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TransformError, checked
+from ..errors import TransformError, check_floating, checked
 from . import foreach as F
 from .boards import EVERY_LEAF, Over, as_over, copies_of
 from .leaves import count, map_kinds, scaled
@@ -80,6 +80,7 @@ def cast(dtype: torch.dtype) -> Transform:
     >>> cast(torch.float64).update([torch.ones(1)], ())[0]
     [tensor([1.], dtype=torch.float64)]
     """
+    check_floating("dtype", dtype)
     return on_leaves(lambda leaves: F.cast(leaves, dtype))
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+import fpipe
 from conformance import CASES, conform
 from fpipe.collectives.group import Done, Group
 from fpipe.collectives.local import LocalGroup, local
@@ -367,3 +368,13 @@ def test_a_rank_that_returns_early_is_named(order):
 
     with pytest.raises(DeadlockError, match=r"rank 0 waits .*The function has ended on rank 1:"):
         run(early, ranks=2, order=order)
+
+
+def test_a_group_of_a_run_that_has_ended_is_refused():
+    """A call waited for a turn that no rank gives any more, without an end."""
+    group, _ = fpipe.testing.run(lambda group: group, ranks=2)
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=group
+    )
+    with pytest.raises(fpipe.errors.GroupError, match="a fpipe.testing.run that has ended"):
+        fpipe.value_and_grad(pipe)([torch.ones(())] * 2, torch.ones(4))

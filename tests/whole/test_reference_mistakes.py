@@ -365,6 +365,41 @@ SCHEDULES: Mistakes = {
 }
 
 TRAINING: Mistakes = {
+    "state of another optimizer": (
+        lambda: fpipe.sgd(0.1, momentum=0.9).update(PARAMS, fpipe.adamw(0.1).init(PARAMS), PARAMS),
+        r"the state of sgd is .*AdamState.*; pass that of tx\.init\(params\)",
+    ),
+    "cast to integers": (
+        lambda: fpipe.transforms.cast(torch.int64),
+        r"dtype=torch\.int64; give a floating dtype",
+    ),
+    "mean in a dtype by name": (
+        lambda: fpipe.mean_over(fpipe.local(1), dtype="float32"),  # type: ignore[arg-type]
+        "dtype='float32'; give a floating dtype",
+    ),
+    "stream integers": (
+        lambda: list(fpipe.stream(piped(), PARAMS, dtype=torch.int8)),
+        r"dtype=torch\.int8; give a floating dtype",
+    ),
+    "receive in a dtype by name": (
+        lambda: fpipe.receive(piped(), {}, dtype="bf16"),  # type: ignore[arg-type]
+        "dtype='bf16'; give a floating dtype",
+    ),
+    "batch before the first": (
+        lambda: fpipe.Epochs(DATA, rows=4, shuffle=False)(-1),
+        "step=-1; steps count from 0",
+    ),
+    "no step to measure": (
+        lambda: fpipe.measure_costs(piped(), PARAMS, X, T, steps=0),
+        "steps=0; give 1 or more",
+    ),
+    "a run continued with another optimizer": (
+        lambda: [
+            fpipe.Loop(piped(), tx, path="run", every=1).run(PARAMS, lambda _: (X, T), steps)
+            for tx, steps in ((fpipe.adamw(0.1), 1), (fpipe.sgd(0.1, momentum=0.9), 2))
+        ],
+        "the state of sgd is .*AdamState",
+    ),
     "save with pipe and path swapped": (
         lambda: fpipe.save(piped(), "folder", params=PARAMS),  # type: ignore[arg-type]
         r"save\(<fpipe pipeline.*give \(path: .*, pipe: ",

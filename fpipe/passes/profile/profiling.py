@@ -361,8 +361,10 @@ def measure_costs(
     >>> make_schedule("ZBH1", 2, 8).simulate(found).unit
     's'
     """
+    if steps < 1:
+        raise FpipeError(f"steps={steps}; give 1 or more")
     measuring = Measuring(pipe, params, x, *targets, **side)
-    for _ in range(max(steps, 1)):
+    for _ in range(steps):
         measuring.step()
     return measuring.costs()
 

@@ -92,6 +92,8 @@ class Epochs:
         >>> Epochs(torch.utils.data.TensorDataset(x, x), rows=2, shuffle=False)(1)
         (tensor([2., 3.]), tensor([2., 3.]))
         """
+        if step < 0:
+            raise BatchError(f"step={step}; steps count from 0")
         epoch, position = divmod(step, len(self))
         batches = self._under_way.pop(step, None)
         if batches is None:
