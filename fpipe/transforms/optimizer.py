@@ -114,8 +114,8 @@ def optimizer(
     def body(at, state, params, how):
         if not isinstance(state, state_type):
             raise TransformError(
-                f"the state of {name} is {shown(state)}; pass that of tx.init(params), in the order "
-                "tx.update(grads, state, params)"
+                f"the state of {name} is {shown(state)}; pass that of tx.init(params), in the "
+                "order tx.update(grads, state, params)"
             )
         number = state.step + 1
         rate = rate_at(lr, state.step)
