@@ -114,7 +114,8 @@ def check_sides(read: Set[str], side: Iterable[str]) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise BatchError(
                 f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
-                f"{', '.join(sorted(read)) or 'none'})"
+                f"{', '.join(sorted(read)) or 'none'}); targets come behind x without names, and a "
+                "stage names a side input behind a *, as in stage(p, x, *, mask)"
             )
 
 

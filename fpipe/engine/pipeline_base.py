@@ -406,6 +406,8 @@ class PipelineBase(Generic[Y, R]):
         >>> pipeline([torch.mul] * 2, group=local(2)).all_sum(torch.ones(1))
         tensor([1.])
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise StageError(f"all_sum got {tensor!r:.100}; give a tensor, as torch.tensor(1.0)")
         total = self.group.all_reduce(tensor)
         if self.parts is None:
             return total
@@ -432,6 +434,8 @@ class PipelineBase(Generic[Y, R]):
         >>> bool(torch.isin(y, torch.stack([0 * mean, 2 * mean])).all())
         True
         """
+        if not isinstance(training, bool):
+            raise StageError(f"training={training!r:.100}; give True or False")
         modes = self.cache.modes
         if training not in modes:
             cache = Cache(self.cache.shares, self.cache.copies_compared)

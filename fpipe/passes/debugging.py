@@ -51,6 +51,8 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
     """
 
     def __init__(self, on: bool = True):
+        if not isinstance(on, bool):
+            raise FpipeError(f"on={on!r:.100}; give True or False")
         self.before = DEBUGGING.get()
         DEBUGGING.set(on)
 

@@ -369,6 +369,19 @@ TRAINING: Mistakes = {
         lambda: fpipe.sgd(0.1, momentum=0.9).update(PARAMS, fpipe.adamw(0.1).init(PARAMS), PARAMS),
         r"the state of sgd is .*AdamState.*; pass that of tx\.init\(params\)",
     ),
+    "a number to add up": (
+        lambda: piped().all_sum(3.0),
+        r"all_sum got 3\.0; give a tensor",
+    ),
+    "a mode by name": (lambda: piped().train("no"), "training='no'; give True or False"),
+    "debugging by name": (
+        lambda: fpipe.debug("off"),  # type: ignore[arg-type]
+        "on='off'; give True or False",
+    ),
+    "a target by name": (
+        lambda: step(call={"target": T}),
+        "names a keyword-only argument 'target'.*targets come behind x without names",
+    ),
     "cast to integers": (
         lambda: fpipe.transforms.cast(torch.int64),
         r"dtype=torch\.int64; give a floating dtype",
