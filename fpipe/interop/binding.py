@@ -270,10 +270,11 @@ def bound_to(
         others: all stages, as they were described when an earlier pipeline was built.
         options: of the stages of this process.
     """
-    held = [{} if module is None else tensors_of(module) for module in modules]
     rows = [
-        {name: tensor for name, tensor in tensors.items() if name not in state}
-        for tensors, state in zip(held, states, strict=True)
+        {}
+        if module is None
+        else {name: t for name, t in tensors_of(module).items() if name not in state}
+        for module, state in zip(modules, states, strict=True)
     ]
     whole = {f"{number}.{n}": t for number, row in enumerate(rows) for n, t in row.items()}
     owned = claims(rows, whole)

@@ -98,8 +98,7 @@ def _positions(nodes: Sequence[fx.Node], cuts: Sequence[str]) -> list[int]:
                 "in forward's order"
             )
         positions.append(position)
-    used = ("call_module", "get_attr")
-    if positions and not any(node.op in used for node in nodes[: positions[0]]):
+    if positions and not any(n.op in ("call_module", "get_attr") for n in nodes[: positions[0]]):
         raise StageError(
             f"cuts begins with {cuts[0]!r}, where forward begins too: the first stage would be "
             "empty; leave it out"

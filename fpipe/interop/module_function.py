@@ -120,18 +120,19 @@ def claims(rows: Sequence[Mapping[str, Tensor]], whole: ByName) -> list[Claim]:
     for row in rows:
         key_of = dict[Tensor, str]()
         aliases = {name: key_of.setdefault(tensor, name) for name, tensor in row.items()}
-        params = dict[str, Tensor]()
-        weights = dict[str, Weight]()
-        frozen = list[str]()
-        ties = list[tuple[str, str]]()
-        for tensor, key in key_of.items():
-            params[key] = tensor.detach()
-            weights[key] = Weight(first_name[tensor], _without_data(tensor))
-            if not tensor.requires_grad:
-                frozen.append(key)
-            if stages[tensor] > 1 and isinstance(tensor, nn.Parameter):
-                ties.append((key, first_name[tensor]))
-        result.append(Claim(params, aliases, tuple(frozen), tuple(ties), weights))
+        held = key_of.items()
+        claim = Claim(
+            {key: tensor.detach() for tensor, key in held},
+            aliases,
+            frozen=tuple(key for tensor, key in held if not tensor.requires_grad),
+            ties=tuple(
+                (key, first_name[tensor])
+                for tensor, key in held
+                if stages[tensor] > 1 and isinstance(tensor, nn.Parameter)
+            ),
+            weights={key: Weight(first_name[t], _without_data(t)) for t, key in held},
+        )
+        result.append(claim)
     return result
 
 
@@ -172,8 +173,11 @@ def changing_buffers(
     >>> changing_buffers(nn.Sequential(nn.BatchNorm1d(2)).eval())
     []
     """
-    modules = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
-    norms = [norm for norm in modules if norm.training or always]
+    norms = [
+        child
+        for child in module.modules()
+        if getattr(child, "track_running_stats", False) and (child.training or always)
+    ]
     statistics = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
     buffers = dict(module.named_buffers(remove_duplicate=False))
     return [n for n, value in buffers.items() if value in statistics or tree.matches(n, patterns)]
@@ -238,8 +242,9 @@ class ModuleFunction:
 
     def __call__(self, params: Mapping[str, Tensor], /, *rest: Tree, **side: Tree) -> Tree:
         state, x = rest if self.initial_state is not None else ({}, *rest)
-        leaves = (leaf for leaf in tree.leaves((params, x)) if isinstance(leaf, Tensor))
-        constants = self.constants_on(next((leaf.device for leaf in leaves), None))
+        leaves = tree.leaves((params, x))
+        devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        constants = self.constants_on(next(devices, None))
         tensors = {name: params[key] for name, key in self.aliases.items()} | constants
         # norms update their statistics in place
         tensors |= {name: value.clone() for name, value in state.items()}

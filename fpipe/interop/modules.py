@@ -80,8 +80,7 @@ def from_module(
     graphs = [fx.GraphModule(empty, piece) for piece in pieces]
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
     used = [list(tensors_of(graph)) for graph in graphs]
-    fault = tree.unmatched(state, [name for name, _ in model.named_buffers()])
-    if fault:
+    if fault := tree.unmatched(state, [name for name, _ in model.named_buffers()]):
         raise StageError(f"state={fault.replace('leaf', 'buffer')}")
     changing = changing_buffers(model, state)
     for buffer in changing:
@@ -91,17 +90,16 @@ def from_module(
                 f"buffer {buffer!r} changes in two stages, {users[0]} and {users[1]}, and cannot "
                 "be in both; cut so that the submodule runs in one stage, or call model.eval()"
             )
-    fixed = [[name for name in row if name not in changing] for row in used]
-    owned = claims_of_parts(model, fixed)
+    owned = claims_of_parts(model, [[n for n in row if n not in changing] for row in used])
     stages = list[Stage]()
-    for stage, (claim, graph) in enumerate(zip(owned, graphs, strict=True)):
-        _, *sides = pieces[stage].find_nodes(op="placeholder")
+    for claim, graph, piece, row, name in zip(owned, graphs, pieces, used, names, strict=True):
+        _, *sides = piece.find_nodes(op="placeholder")
         function = ModuleFunction(
             graph,
             claim.aliases,
             sides=[str(node.target) for node in sides],
-            state=[name for name in used[stage] if name in changing],
-            name=names[stage],
+            state=[key for key in row if key in changing],
+            name=name,
         )
         stages.append(function.stage(claim))
     return stages, [claim.params for claim in owned]

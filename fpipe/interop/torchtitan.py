@@ -147,7 +147,6 @@ def pipelining_fn(
     schedule, names = settings(model, job_config)
     mesh = parallel_dims.get_mesh("pp")
     local = schedule.placement.stages_of(mesh.get_local_rank())
-    last = schedule.stages - 1
     parts = [
         parallelize_fn(_pruned(model, names[stage]), parallel_dims, job_config) for stage in local
     ]
@@ -163,7 +162,7 @@ def pipelining_fn(
 
     runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss, scale_grads=False)
     runtime.take_schedule(schedule)
-    return runtime, parts, 0 in local, last in local
+    return runtime, parts, 0 in local, schedule.stages - 1 in local
 
 
 def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:

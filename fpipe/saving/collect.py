@@ -99,8 +99,7 @@ def collect(
     names: Names, params: Sequence[tree.Tree] | None, more: Mapping[str, tree.Tree]
 ) -> Holding:
     """All that this process holds of what is saved."""
-    wrong = RESERVED & more.keys()
-    if wrong:
+    if wrong := RESERVED & more.keys():
         raise CheckpointError(
             f"{min(wrong)!r} is an argument of load; save the tree under another name"
         )
@@ -144,10 +143,11 @@ def _by_stage(
     templates: Mapping[int, StageTree], value: Sequence[tree.Tree], count: int
 ) -> list[StageTree] | None:
     """What a list by stage has at the leaves of the templates; None if it has another form."""
-    others = [part for stage, part in enumerate(value) if stage not in templates]
-    if len(value) != count or any(part is not None for part in others):
+    if len(value) != count or any(
+        part is not None for stage, part in enumerate(value) if stage not in templates
+    ):
         return None
-    by_stage: list[StageTree] = []
+    by_stage = list[StageTree]()
     for stage, here in templates.items():
         values: list[tree.Tree] = [None] * len(here.leaves)
         if value[stage] is not None or here.state:

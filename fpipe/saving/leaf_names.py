@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import NamedTuple
 
 from .. import tree
@@ -143,8 +144,7 @@ class Names:
     @cached_property
     def stages(self) -> tuple[StageNames, ...]:
         """By stage."""
-        functions = self.pipe.config.functions
-        return tuple(StageNames(index, stage) for index, stage in enumerate(functions))
+        return tuple(starmap(StageNames, enumerate(self.pipe.config.functions)))
 
     @cached_property
     def ties(self) -> dict[tuple[int, str], tuple[str, int]]:

@@ -89,11 +89,10 @@ def load(
         )
     reader = Reader(folder, manifest, Names(pipe), like, strict)
     agree(pipe, lambda: reader.check(names))
-    here = reader.templates.values()
     check_unused(
         pipe,
         manifest.slots.get("params", {}),
-        {leaf.key for stage in here for leaf in stage.leaves},
+        {leaf.key for here in reader.templates.values() for leaf in here.leaves},
         f"{folder} has a parameter {{}} that no stage takes",
         "load it into the whole model",
         strict,

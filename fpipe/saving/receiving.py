@@ -117,8 +117,12 @@ def _wanted(names: Names, templates: Mapping[int, StageTree]) -> Callable[[str],
     """Whether a tensor belongs to a stage here, by its name."""
     keys = {leaf.key for here in templates.values() for leaf in here.leaves}
     keys |= {key for (stage, _), (key, _) in names.ties.items() if stage in names.pipe.here}
-    unknown = [names.stages[stage] for stage in names.pipe.here if stage not in templates]
-    heads = [head for stage in unknown for head in stage.heads.values()]
+    heads = [
+        head
+        for stage in names.pipe.here
+        if stage not in templates
+        for head in names.stages[stage].heads.values()
+    ]
     return lambda name: name in keys or any(after(name, head) is not None for head in heads)
 
 
@@ -126,9 +130,8 @@ def _checked(stage: int, key: str, like: object, taken: Mapping[str, Tensor]) ->
     if not tree.is_tensor(like):
         return like
     value = taken.get(key)
-    kind = None if value is None else tree.describe([value])[1:-1]
-    fault = misfit(stage, key, kind, tree.describe([like])[1:-1])
-    if fault:
+    kind = None if value is None else tree.brief(value)
+    if fault := misfit(stage, key, kind, tree.brief(like)):
         raise CheckpointError(
             f"{fault}; pass the tensors of the whole model, and dtype= to convert them"
         )

@@ -108,8 +108,7 @@ def stream(
     def streamed() -> Iterator[tuple[str, Tensor]]:
         most = int(bucket_bytes * _WHOLE)
         by_rank = (same for _, same in groupby(rows, lambda row: row.rank))
-        runs = (run for same in by_rank for run in grouped(same, lambda row: row.bytes, most))
-        for run in runs:
+        for run in (run for same in by_rank for run in grouped(same, lambda row: row.bytes, most)):
             if run[0].rank in pipe.group.here:
                 tensors = [_whole(pipe, trees[row.stage], row) for row in run]
             else:

@@ -100,8 +100,11 @@ def tied_parts(names: Names, stage: int) -> dict[str, Node]:
     """Structures of the parts of a stage that have tied leaves, if they have no others."""
     parts = {}
     for head, name in names.stages[stage].heads.items():
-        ends = {after(path, head): key for path, key in names.tied_leaves(stage).items()}
-        rows = {rest: ["leaf", key] for rest, key in ends.items() if rest is not None}
+        rows = {
+            rest: ["leaf", key]
+            for path, key in names.tied_leaves(stage).items()
+            if (rest := after(path, head)) is not None
+        }
         if rows:
             parts[name] = node_of(rows)
     return parts
@@ -168,9 +171,8 @@ class Structures(NamedTuple):
         """The structure of a numbered block."""
         blocks = self.layers.get(name, {})
         if str(number) not in blocks:
-            there = ", ".join(blocks) or "none"
             raise CheckpointError(
-                f"the checkpoint has no layer {name}.{number}; it has {there}: number layers= as "
-                "when it was saved"
+                f"the checkpoint has no layer {name}.{number}; it has "
+                f"{', '.join(blocks) or 'none'}: number layers= as when it was saved"
             )
         return blocks[str(number)]

@@ -132,9 +132,7 @@ def save(
     # the end of the program, and a load of the folder, wait for such threads
     start = partial(in_thread, name=writer_of(folder), daemon=False)
     written = start(lambda: job.write(places))
-    completed = None
-    if is_first(pipe):
-        completed = start(lambda: job.complete(facts, written))
+    completed = start(lambda: job.complete(facts, written)) if is_first(pipe) else None
     saving = Saving(folder, pipe, written, completed)
     if wait:
         saving.wait()

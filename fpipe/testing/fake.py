@@ -161,8 +161,7 @@ class FakeGroup(Group):
         """A group of some of its ranks, whose messages and calls meet no others; without faults."""
         members = tuple(self._members[rank] for rank in ranks)
         key = members, next(self._parts)
-        network = Network(self._world, (), self.strict)
-        network = self._network.parts.setdefault(key, network)
+        network = self._network.parts.setdefault(key, Network(self._world, (), self.strict))
         self._network.left.add(self.rank)
         group = FakeGroup(network, list(ranks).index(self.rank), members)
         same_call(self._call, group)
@@ -411,10 +410,10 @@ class FakeGroup(Group):
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """As all_reduce; the wait is for the other ranks."""
         name = f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}"
-        part, parts = (self.rank, self.size) if scatter else (0, 1)
-        part_of(memory, part, parts)  # raises where it has no such parts
+        place = (self.rank, self.size) if scatter else (0, 1)
+        part_of(memory, *place)  # raises where it has no such parts
         total = self._reduce(name, memory, op)
-        return Pending(lambda: (part_of(total(), part, parts).clone(),))
+        return Pending(lambda: (part_of(total(), *place).clone(),))
 
     def _reduce(self, name: str, tensor: Tensor, op: str) -> Callable[[], Tensor]:
         method = reduction(_GLOO, op, tensor.dtype)
@@ -501,8 +500,7 @@ def run(
             f"on fake rank {failure.rank} of {ranks}, order={order!r}, seed={seed}"
         )
         raise failure.error
-    dead = [outcome.rank for outcome in ends if outcome.killed]
-    if dead:
+    if dead := [outcome.rank for outcome in ends if outcome.killed]:
         raise LaunchError(f"ranks {dead} were killed by faults, and no other rank noticed")
     return [outcome.value for outcome in ends]
 
@@ -548,8 +546,7 @@ def outcomes(
     network = Network(world, faults, lockstep=order == "lockstep")
     world.play([partial(fn, FakeGroup(network, rank)) for rank in range(ranks)])
     ends = [state.outcome for state in world.ranks if state.outcome is not None]
-    unused = network.unused()
-    if unused:
+    if unused := network.unused():
         failure = _first_failure(ends)
         raise GroupError(unused) from failure and failure.error
     return ends

@@ -180,8 +180,7 @@ class World:
                 f"rank {state.rank} waits {state.waiting.what}" for state in alive if state.waiting
             )
             remedy = "One of them must send before it waits"
-            ended = [str(state.rank) for state in self.ranks if state.outcome is not None]
-            if ended:
+            if ended := [str(state.rank) for state in self.ranks if state.outcome is not None]:
                 remedy = (
                     f"The function has ended on rank {', '.join(ended)}: every rank must make the "
                     "same calls"

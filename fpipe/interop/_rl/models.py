@@ -41,8 +41,7 @@ class Cut(NamedTuple):
     @property
     def moded(self) -> bool:
         """Whether the model computes something else in training: it has dropout that is not 0."""
-        config = vars(self.model.config).items()
-        rates = [value for name, value in config if "drop" in name]
+        rates = [value for name, value in vars(self.model.config).items() if "drop" in name]
         rates += [module.p for module in self.model.modules() if isinstance(module, nn.Dropout)]
         return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
@@ -185,10 +184,13 @@ def cut(
         )
     stages, params = huggingface.stages(model, n if cuts is None else None, cuts=cuts)
     stages = [replace(stage, engine=stage.engine or engine) for stage in stages]
-    names: dict[int, list[str]] = {}
+    names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(parameter, []).append(name)
     aliases = {first: others for first, *others in names.values() if others}
-    adapted = {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
-    scaling = {name: layer.scaling["default"] for name, layer in adapted.items()}
+    scaling = {
+        name: part.scaling["default"]
+        for name, part in model.named_modules()
+        if hasattr(part, "lora_A")
+    }
     return Cut(model, stages, params, aliases, scaling)

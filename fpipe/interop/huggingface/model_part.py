@@ -110,8 +110,7 @@ def _fill_rotary(module: nn.Module) -> None:
     """Compute the buffers of rotary embeddings on "meta", which no checkpoint has."""
     if "rotary" not in type(module).__name__.lower() or not hasattr(module, "config"):
         return
-    empty = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
-    if empty:
+    if empty := {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}:
         with torch.device("cpu"):
             filled = dict(type(module)(config=module.config).named_buffers())
         for name, buffer in empty.items():

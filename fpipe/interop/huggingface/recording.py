@@ -175,16 +175,15 @@ class Recording(TorchDispatchMode):
         """Note a call of a unit, and give the tensors that it returns memory of their own."""
         uses = self._among((call.args, call.kwargs))
         leaves, structure = tree.flatten(call.forward(*call.args, **call.kwargs))
-        copies = list[Tensor]()
-        for leaf in leaves:
+        copies = dict[Value, Tensor]()
+        for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"{call.unit} returns {type(leaf).__name__}")
-            copies.append(leaf.clone())
-        values = tuple(Value(len(self.visits), index) for index in range(len(copies)))
-        for tensor, value in zip(copies, values, strict=True):
-            self._keep(tensor, value)
-        self.visits.append(Visit(call.unit, uses, structure, values))
-        return tree.unflatten(structure, copies)
+            value = Value(len(self.visits), index)
+            copies[value] = leaf.clone()
+            self._keep(copies[value], value)
+        self.visits.append(Visit(call.unit, uses, structure, tuple(copies)))
+        return tree.unflatten(structure, list(copies.values()))
 
 
 def _storages(values: Tree) -> list[torch.UntypedStorage]:

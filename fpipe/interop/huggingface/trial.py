@@ -81,12 +81,11 @@ def try_forward(
             small[name] = value[:, :-2]
     if example is None:
         small.pop("attention_mask", None)
-    first = run(small)
+    real = [run(small), run(large)]
     try:
         without_values = [run(small, real=False)]
     except StageError:
         without_values = []
-    real = [first, run(large)]
     training = without_values if model.training else []
     return flow_of(model, [*real, *training], sides, keywords), real, bool(without_values)
 

@@ -58,8 +58,8 @@ def batch_of(whole: Sequence[Tree], parts: Sequence[Tree], number: int, specs: S
             raise ValueError(f"Expecting {number} {name} but got {len(rows)}")
         if tree.leaves(one):
             raise ValueError(f"give {name}, or the whole batch, not both")
-    (args, kwargs, target) = whole
-    (arg_mbs, kwarg_mbs, target_mbs) = parts
+    args, kwargs, target = whole
+    arg_mbs, kwarg_mbs, target_mbs = parts
     if arg_mbs is None and kwarg_mbs is None:
         arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, number, *specs)
     if target_mbs is None and target is not None:

@@ -28,11 +28,8 @@ def order_of(schedule: Schedule) -> dict[int, list[Action]]:
     >>> order_of(Schedule.parse("[0F0, 0B0]"))
     {0: [0F0, 0B0]}
     """
-    order = {}
-    for rank, row in enumerate(schedule):
-        actions = [Action.from_str(str(action)) for action in row]
-        order[rank] = [action for action in actions if action is not None]
-    return order
+    rows = (map(Action.from_str, map(str, row)) for row in schedule)
+    return {rank: [a for a in actions if a is not None] for rank, actions in enumerate(rows)}
 
 
 def schedule_of(order: Order) -> Schedule:

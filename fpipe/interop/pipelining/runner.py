@@ -135,8 +135,9 @@ class StepRunner:
             modules = [self.modules.get(stage) for stage in range(self.count)]
             states = [self._state(module) for module in modules]
             compiled = any(has_compiled(replacements(m)) for m in self.modules.values())
-            eager = self.fallbacks.eager
-            options = {"engine": "eager"} if eager else {"compile": "inductor"} if compiled else {}
+            options = {"compile": "inductor"} if compiled else {}
+            if self.fallbacks.eager:
+                options = {"engine": "eager"}
             build = partial(_StepFunction, side=["kwargs"])
             self.built[key] = bound_to(modules, states, build, self.described, **options), {}
         bound, pipes = self.built[key]

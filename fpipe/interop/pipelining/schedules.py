@@ -90,8 +90,9 @@ class _PipelineSchedule:
         self._schedule = schedule
         self._reduces = reduces
         self.pipeline_order = orders.order_of(schedule)
-        rank_of = schedule.placement.rank_of
-        self.stage_index_to_group_rank = {s: rank_of(s) for s in range(schedule.stages)}
+        self.stage_index_to_group_rank = {
+            stage: schedule.placement.rank_of(stage) for stage in range(schedule.stages)
+        }
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
@@ -168,9 +169,12 @@ class _PipelineSchedule:
         try:
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses must be a list but got a {type(losses)}")
-            whole = (args, kwargs, target)
-            parts = (arg_mbs, kwarg_mbs, target_mbs)
-            batch = batch_of(whole, parts, self._n_microbatches, self._chunk_specs)
+            batch = batch_of(
+                (args, kwargs, target),
+                (arg_mbs, kwarg_mbs, target_mbs),
+                self._n_microbatches,
+                self._chunk_specs,
+            )
             if self._loss_fn is not None and (last or batch.target is not None):
                 batch = batch.with_loss_kwargs(loss_kwargs or {})
         except Exception as error:

@@ -68,14 +68,13 @@ class FpipeEngine(base.BaseEngine):
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.mode: str | None = None
-        config = engine_config
         world = dist.get_world_size()
         if model_config.get("use_liger", False):
             raise UnsupportedError(
                 "model.use_liger is not supported by engine=fpipe; fpipe fuses what torch.compile "
                 "fuses: engine.compile=inductor"
             )
-        pp = config.pipeline_parallel_size
+        pp = engine_config.pipeline_parallel_size
         if pp == -1:
             pp = world
         if pp < 1 or world % pp:
@@ -87,7 +86,7 @@ class FpipeEngine(base.BaseEngine):
         self.mesh = init_device_mesh(kind, (world // pp, pp), mesh_dim_names=("dp", "pp"))
         self.group = adopt(self.mesh["pp"], kind)
         self.copies = adopt(self.mesh["dp"], kind) if world > pp else None
-        self.schedule = make_schedule(config.schedule, pp, 2 * pp, config.stages)
+        self.schedule = make_schedule(engine_config.schedule, pp, 2 * pp, engine_config.stages)
         self.device = self.group.device(self.group.here[0])
         self.saved: list[str] = []
 
