@@ -66,8 +66,8 @@ def decoder(job: Job, layout: Layout) -> tuple[list[Function], list[Params]]:
 
 def batch(job: Job, layout: Layout) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one copy of the pipeline, without data."""
-    rows = job.batch // layout.dp
-    tokens = torch.empty(rows, job.sequence, dtype=torch.int64, device="meta")
+    shape = job.batch // layout.dp, job.sequence
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     return tokens, tokens.clone()
 
 
@@ -162,8 +162,7 @@ class _Rank:
         """Tokens in equal numbers to all experts, and those that every token uses."""
         model = self.model
         b, s, h = y.shape
-        shares = torch.softmax(y @ p["router"], -1)
-        weights = torch.topk(shares, model.active).values
+        weights = torch.softmax(y @ p["router"], -1).topk(model.active).values
         # rows are repeated until all experts have as many
         routed = b * s * model.active
         rows = -(-routed // model.experts)
@@ -171,45 +170,36 @@ class _Rank:
         inputs = y.reshape(-1, h).repeat(-(-total // (b * s)), 1)[:total]
         products = torch.bmm(inputs.view(model.experts, rows, h), p["up"])
         results = self._activate_and_multiply(products, p["down"])
-        results = results.flatten(0, 1)[:routed]
-        results = results.view(model.active, b, s, h)
+        results = results.flatten(0, 1)[:routed].view(model.active, b, s, h)
         weights = weights.permute(2, 0, 1).unsqueeze(-1)
         summed = (results * weights).sum(0)
         if not model.shared:
             return summed
-        shared = y @ p["shared_up"]
-        return summed + self._activate_and_multiply(shared, p["shared_down"])
+        return summed + self._activate_and_multiply(y @ p["shared_up"], p["shared_down"])
 
     def _attention(self, qkv: Tensor) -> Tensor:
         model = self.model
         tp = self.layout.tp
         heads = model.heads // tp
         kv_heads = model.kv_heads // tp
-        by_head = qkv.unflatten(-1, (-1, model.head_dim))
-        by_head = by_head.transpose(1, 2)
+        by_head = qkv.unflatten(-1, (-1, model.head_dim)).transpose(1, 2)
         q, k, v = by_head.split([heads, kv_heads, kv_heads], 1)
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return attention(q, k, v, 0.0, True)[0].transpose(1, 2).flatten(2)
 
     def _dropout(self, x: Tensor) -> Tensor:
-        if self.model.dropout:
-            return F.dropout(x, DROPOUT)
-        return x
+        return F.dropout(x, DROPOUT) if self.model.dropout else x
 
     # ---- tensor-parallel collectives ----
     def _gather(self, x: Tensor) -> Tensor:
         """The whole sequence, of the part of a rank."""
         tp = self.layout.tp
-        if tp > 1:
-            return x.repeat(1, tp, 1)
-        return x
+        return x.repeat(1, tp, 1) if tp > 1 else x
 
     def _scatter(self, x: Tensor) -> Tensor:
         """The part of a rank of the sum over ranks."""
         tp = self.layout.tp
-        if tp > 1:
-            return x.unflatten(1, (tp, -1)).sum(1)
-        return x
+        return x.unflatten(1, (tp, -1)).sum(1) if tp > 1 else x
 
 
 def _empty(*shape: int) -> Tensor:
@@ -222,8 +212,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _gated(y: Tensor, down: Tensor) -> Tensor:
     gate, up = y.chunk(2, -1)
-    inner = F.silu(gate) * up
-    return inner @ down
+    return (F.silu(gate) * up) @ down
 
 
 def _plain(y: Tensor, down: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Gpu:
 TABLE = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80 * GIB, 312e12, 2.0e12, 300e9, 25e9, matmul=0.75),
+        Gpu("a100", 80 * GIB, 312e12, 2.0e12, 300e9, 25e9),
         Gpu("h100", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9, matmul=0.65),
         Gpu("h200", 140 * GIB, 989e12, 4.8e12, 450e9, 50e9, matmul=0.65),
         Gpu("b200", 179 * GIB, 2250e12, 7.7e12, 900e9, 50e9, matmul=0.65),

@@ -160,8 +160,7 @@ def even_layers(model: Model, stages: int) -> tuple[int, ...]:
     (1, 2, 2, 1)
     """
     head = model.vocabulary * model.hidden / model.active_matrices
-    embedding = 0.0
-    starts = spread([embedding, *[1.0] * model.layers, head], stages)
+    starts = spread([0.0, *[1.0] * model.layers, head], stages)
     # item 0 is the embedding, and the last one is the head
     firsts = [min(max(start - 1, 0), model.layers) for start in starts]
     return tuple(end - first for first, end in pairwise((*firsts, model.layers)))

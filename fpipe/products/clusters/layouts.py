@@ -102,8 +102,7 @@ def search(
             continue
         predicted += 1
         key = layout.tp, layout.pp, layout.schedule
-        shorter = key not in best or prediction.step < best[key].step
-        if prediction.fits and shorter:
+        if prediction.fits and (key not in best or prediction.step < best[key].step):
             best[key] = prediction
             shortest = nsmallest(top, best.values(), key=lambda prediction: prediction.step)
     if not shortest:

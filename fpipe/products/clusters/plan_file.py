@@ -25,7 +25,7 @@ from .prediction import Prediction, predict
 MOST = 1 << 20  #: bytes of a plan.toml
 _HEAD = (
     "# Written by fpipe plan; fpipe rehearse makes the plans of its ranks. Sizes are in "
-    "bytes, times in seconds.\n"
+    "bytes, times in seconds.\n\n"
 )
 _REMEDY = "give a file that fpipe plan wrote"
 #: What fields have by the names of their types.
@@ -42,14 +42,14 @@ Record = TypeVar("Record", Gpu, Job, Layout, Model)
 
 
 def tables(prediction: Prediction) -> dict[str, Table]:
-    """A prediction as tables of numbers, text and lists, in the order of the file."""
+    """A prediction as tables of numbers, text and sequences, in the order of the file."""
     job = prediction.job
     layout = prediction.layout
     return {
         "model": asdict(job.model),
         "gpu": asdict(job.gpu),
         "job": {"gpus": job.gpus, "batch": job.batch, "sequence": job.sequence},
-        "layout": {**asdict(layout), "layers": list(layout.counts(job.model))},
+        "layout": {**asdict(layout), "layers": layout.counts(job.model)},
         "schedule": {
             "name": layout.schedule,
             "ranks": layout.pp,
@@ -88,7 +88,7 @@ def as_toml(values: Mapping[str, Table]) -> str:
 
 def write_plan(prediction: Prediction) -> str:
     """The text of a plan.toml."""
-    return _HEAD + "\n" + as_toml(tables(prediction))
+    return _HEAD + as_toml(tables(prediction))
 
 
 def read_plan(path: str | PathLike[str]) -> Prediction:

@@ -212,8 +212,7 @@ class _Case:
         """Bytes of a message between stages."""
         job = self.job
         layout = self.layout
-        tokens = job.sequence * layout.microbatch
-        return tokens * job.model.hidden * PARAMETER / layout.tp
+        return job.sequence * layout.microbatch * job.model.hidden * PARAMETER / layout.tp
 
     @cached_property
     def works(self) -> list[Work]:
@@ -256,8 +255,6 @@ def _run(case: _Case, microbatches: int) -> list[float]:
     average rank is busy, the most bytes of activations of each rank, and of each rank the bytes of
     gradients that come later.
     """
-    job = case.job
-    layout = case.layout
     works = case.works
     costs = Costs(
         F=[work.F for work in works],
@@ -265,16 +262,15 @@ def _run(case: _Case, microbatches: int) -> list[float]:
         W=[work.W for work in works],
         comm=LATENCY,
         boundary=case.boundary,
-        bandwidth=job.gpu.width(job.gpus),
+        bandwidth=case.job.gpu.width(case.job.gpus),
         saved=[work.saved for work in works],
         kept=[work.kept for work in works],
     )
-    schedule = layout.schedule_for(microbatches)
+    schedule = case.layout.schedule_for(microbatches)
     timeline = schedule.simulate(costs)
-    gradients = [elements * GRADIENT / layout.tp for elements in case.elements]
+    gradients = [elements * GRADIENT / case.layout.tp for elements in case.elements]
     late = _late(timeline, schedule, costs, gradients)
-    busy = sum(timeline.busy) / timeline.ranks
-    return [timeline.total, busy, *timeline.peak_bytes, *late]
+    return [timeline.total, sum(timeline.busy) / timeline.ranks, *timeline.peak_bytes, *late]
 
 
 def _late(
@@ -333,10 +329,11 @@ def _copies(case: _Case) -> float:
     them where they take longer.
     """
     layout = case.layout
-    if layout.dp == 1:
+    dp = layout.dp
+    if dp == 1:
         return 0.0
-    width = case.job.gpu.width(layout.tp * layout.dp)
-    elements = max(case.elements) / layout.tp * (layout.dp - 1) / layout.dp
+    width = case.job.gpu.width(layout.tp * dp)
+    elements = max(case.elements) / layout.tp * (dp - 1) / dp
     gathered = elements * PARAMETER / width + LATENCY
     reduced = elements * GRADIENT / width + LATENCY
     if layout.zero < 3:
@@ -359,15 +356,12 @@ def _optimizer(case: _Case) -> float:
 
 # ---- memory ----
 def _memory(case: _Case, rank: int, activations: float, late: float) -> Memory:
-    layout = case.layout
     stages = case.ranks[rank]
-    layers = sum(case.counts[stage] for stage in stages)
-    layers *= case.job.model.layer_parameters
-    vocabulary = sum(case.vocabulary[stage] for stage in stages)
+    layers = sum(case.counts[stage] for stage in stages) * case.job.model.layer_parameters
     return Memory(
         rank,
-        layers=state_bytes(layout, layers),
-        vocabulary=state_bytes(layout, vocabulary),
+        layers=state_bytes(case.layout, layers),
+        vocabulary=state_bytes(case.layout, sum(case.vocabulary[stage] for stage in stages)),
         activations=activations,
         moment=max(_moment(case, stage) for stage in stages),
         late=late,

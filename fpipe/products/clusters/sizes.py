@@ -63,13 +63,11 @@ def layer_work(job: Job, layout: Layout) -> Work:
     queries = model.queries
     qkv = queries + 2 * model.keys
     up = (model.matrices - 1) * model.inner
-    products = sum(
-        [
-            _product(job, tokens, hidden, qkv / tp),
-            _product(job, tokens, queries / tp, hidden),
-            _product(job, tokens, hidden, up / tp),
-            _product(job, tokens, model.inner / tp, hidden),
-        ]
+    products = (
+        _product(job, tokens, hidden, qkv / tp)
+        + _product(job, tokens, queries / tp, hidden)
+        + _product(job, tokens, hidden, up / tp)
+        + _product(job, tokens, model.inner / tp, hidden)
     )
     # matrices of experts that other tokens use are read as well
     idle = model.layer_matrices - model.active_matrices
@@ -124,9 +122,7 @@ def _routed(job: Job) -> float:
     has all.
     """
     model = job.model
-    if model.experts:
-        return 2 * PARAMETER * model.active * model.hidden
-    return 0.0
+    return 2 * PARAMETER * model.active * model.hidden if model.experts else 0.0
 
 
 def _kept(job: Job, layout: Layout) -> float:

@@ -53,9 +53,7 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json
                 click.echo(f"{result['file']}: good: {', '.join(counts)}")
             else:
                 report_error(f"{result['file']}: {result['error']}", INVALID)
-    if all(result["good"] for result in results):
-        return 0
-    return INVALID
+    return 0 if all(result["good"] for result in results) else INVALID
 
 
 def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:

@@ -179,8 +179,8 @@ def _why(best: Prediction) -> Mapping[str, str]:
     job = best.job
     full = best.fullest
     longest = sorted(best.parts.items(), key=lambda item: -item[1])
-    step = best.step
-    time = ", ".join(f"{name} {s / step:.1%}" for name, s in longest if s >= 0.0005 * step)
+    least_shown = 0.0005 * best.step
+    time = ", ".join(f"{name} {s / best.step:.1%}" for name, s in longest if s >= least_shown)
     layers = [*best.layout.counts(job.model)]
     least = operations(job) * job.tokens / job.gpus / (job.gpu.flops * job.gpu.matmul)
     parts = {

@@ -50,12 +50,9 @@ def copies(
     )
     _, _, port = lighthouse.address().rpartition(":")
     shared = {**os.environ, LIGHTHOUSE: f"http://127.0.0.1:{port}", COPIES: str(copies)}
-    options = f"-m torch.distributed.run --standalone --nproc-per-node={ranks}"
-    torchrun = [sys.executable, *f"{options} --max-restarts={restarts}".split()]
-    jobs = [
-        subprocess.Popen([*torchrun, script, *arguments], env={**shared, COPY: str(copy)})
-        for copy in range(copies)
-    ]
+    options = f"--standalone --nproc-per-node={ranks} --max-restarts={restarts}"
+    command = [sys.executable, "-m", "torch.distributed.run", *options.split(), script, *arguments]
+    jobs = [subprocess.Popen(command, env={**shared, COPY: str(copy)}) for copy in range(copies)]
     try:
         statuses = [job.wait() for job in jobs]
     finally:

@@ -101,40 +101,34 @@ def _reduced(group: C10dGroup, name: str, dtype: torch.dtype) -> str:
         result = x.real if dtype.is_complex else x
         if not torch.allclose(result.double().cpu(), exact(pieces, dim=0), rtol=0.02):
             wrong.append(str(size))
-    if wrong:
-        return f"wrong at {', '.join(wrong)} elements"
-    return RIGHT
+    return f"wrong at {', '.join(wrong)} elements" if wrong else RIGHT
 
 
 def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
     """One message from each even rank to the next."""
-    x = (torch.arange(5) % 2).float().to(dtype).to(group.device(group.rank))
+    rank = group.rank
+    x = (torch.arange(5) % 2).float().to(dtype).to(group.device(rank))
     y = x
-    if group.rank % 2:
+    if rank % 2:
         y = torch.empty_like(x)
-        group.pg.recv([y], group.rank - 1, 0).wait(_PATIENCE)
-    elif group.rank + 1 < group.size:
-        group.pg.send([x], group.rank + 1, 0).wait(_PATIENCE)
-    if torch.equal(y.view(torch.uint8), x.view(torch.uint8)):
-        return RIGHT
-    return _OTHER_VALUES
+        group.pg.recv([y], rank - 1, 0).wait(_PATIENCE)
+    elif rank + 1 < group.size:
+        group.pg.send([x], rank + 1, 0).wait(_PATIENCE)
+    return RIGHT if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else _OTHER_VALUES
 
 
 def _batched(group: C10dGroup) -> str:
     """To the next rank and from the previous one, in one batch, sends first."""
-    device = group.device(group.rank)
-    size = group.size
-    x = torch.full((5,), float(group.rank), device=device)
+    rank = group.rank
+    x = torch.full((5,), float(rank), device=group.device(rank))
     y = torch.full_like(x, -1.0)
-    after = (group.rank + 1) % size
-    before = (group.rank - 1) % size
+    after = (rank + 1) % group.size
+    before = (rank - 1) % group.size
     send = dist.P2POp(dist.isend, x, group=group.pg, group_peer=after)
     receive = dist.P2POp(dist.irecv, y, group=group.pg, group_peer=before)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait(_PATIENCE)
-    if y.tolist() == [float(before)] * 5:
-        return RIGHT
-    return _OTHER_VALUES
+    return RIGHT if y.tolist() == [float(before)] * 5 else _OTHER_VALUES
 
 
 # ---- report ----
@@ -196,15 +190,14 @@ def visit() -> tuple[str, list[Finding]]:
         if remedy := _remedy(group, finding):
             text = f"{text}; fpipe {remedy}"
         kinds.setdefault((finding.what, text), []).append(NAMES[finding.dtypes])
-    for (what, text), names in kinds.items():
-        lines.append(f"{what:9} {', '.join(names)}: {text}")
+    lines += [f"{what:9} {', '.join(names)}: {text}" for (what, text), names in kinds.items()]
     lines += _of_messages(group)
     faults = [finding for finding in findings if finding.native and not finding.right]
-    for fault in faults:
-        lines.append(
-            f"NOT IN THE TABLE: {fault.what} of {NAMES[fault.dtypes]} is {fault.result}. fpipe "
-            "relies on the table: please report this"
-        )
+    lines += [
+        f"NOT IN THE TABLE: {fault.what} of {NAMES[fault.dtypes]} is {fault.result}. fpipe "
+        "relies on the table: please report this"
+        for fault in faults
+    ]
     return "\n".join(lines), faults
 
 

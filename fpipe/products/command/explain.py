@@ -61,11 +61,10 @@ def first_page(script: str, arguments: Sequence[str]) -> Any:
     ) -> None:
         raise _Reached(pipe.explain(params, x, *targets, **side))
 
-    folder = str(Path(script).resolve().parent)
     try:
         with (
             patch.object(sys, "argv", [script, *arguments]),
-            patch.object(sys, "path", [folder, *sys.path]),
+            patch.object(sys, "path", [str(Path(script).resolve().parent), *sys.path]),
             patch.object(Pipeline, "call", call),
         ):
             runpy.run_path(script, run_name="__main__")

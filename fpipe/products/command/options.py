@@ -33,8 +33,8 @@ INVALID = 1  #: exit status for a schedule that is not valid
 
 def schedule_names_for(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
     """The names of schedules that begin with what was typed in a shell, in any case."""
-    names = ("ZBV", *schedule_names())
-    return [name for name in names if name.lower().startswith(typed.lower())]
+    start = typed.lower()
+    return [name for name in ("ZBV", *schedule_names()) if name.lower().startswith(start)]
 
 
 def schedules_for(ctx: click.Context, param: click.Parameter, typed: str) -> list[CompletionItem]:

@@ -57,7 +57,7 @@ def anneal(
             continue
         rows = changed
         end = now
-        value = value + change
+        value += change
         blocks = _blocks(problem, rows, end, windows)
         if max(windows) < best * (1 - 1e-12):
             best = max(windows)
@@ -89,7 +89,7 @@ def ends(
     for row, done in zip(rows, at, strict=True):
         for action in row[done:]:
             end[action] = -1.0
-    ready = list(range(len(rows)))[::-1]
+    ready = [*range(len(rows))][::-1]
     waiting = dict[int, int]()
     while ready:
         rank = ready.pop()

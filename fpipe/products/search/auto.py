@@ -52,7 +52,7 @@ class Choice:
 
     candidates: tuple[Candidate, ...]
     bound: Bound
-    unit: str = ""
+    unit: str
 
     @property
     def best(self) -> Candidate:
@@ -160,7 +160,7 @@ class Automatic:
 
     memory: float | None
     costs: Costs | None
-    replicate: bool = False
+    replicate: bool
 
     def bound_to(self, group: Group, stages: int, microbatches: int | None) -> Auto:
         """What chooses the schedule of a pipeline."""

@@ -57,7 +57,7 @@ class Balance:
     def costs(self) -> tuple[float, ...]:
         """What each stage costs."""
         bounds = pairwise((*self.starts, len(self.items)))
-        return tuple(float(sum(self.items[lo:hi])) for lo, hi in bounds)
+        return tuple(sum(self.items[lo:hi]) for lo, hi in bounds)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -90,11 +90,10 @@ class Balance:
             )
         for title, timeline in (("balanced", self.timeline), ("evenly", self.even_timeline)):
             lines.append(f"{title:>8s}: total {timeline.total:.4g}, bubble {timeline.bubble:.1%}")
-        of = f"{self.schedule.name}, {self.schedule.ranks} ranks"
         return "\n".join(
             [
                 *lines,
-                f"    gain: {self.gain:.3f}x ({of})",
+                f"    gain: {self.gain:.3f}x ({self.schedule.name}, {self.schedule.ranks} ranks)",
                 "    cost: as given; of a module, the entries of its matrices (an embedding: 0)",
             ]
         )
@@ -141,8 +140,10 @@ def balance(
         )
     count = schedule.stages
     if len(items) < count:
-        remedy = "give finer items, or fewer ranks or stages a rank"
-        raise StageError(f"{len(items)} items cannot fill {count} stages; {remedy}")
+        raise StageError(
+            f"{len(items)} items cannot fill {count} stages; give finer items, or fewer ranks or "
+            "stages a rank"
+        )
     starts = tuple(len(items) * s // count for s in range(count))
     even = Balance(names, items, schedule, starts, starts)
     spread_out = replace(even, starts=spread(items, count))
@@ -172,11 +173,11 @@ def spread(costs: Sequence[float], parts: int) -> Starts:
         for _ in range(parts):
             longer: list[_Cut] = [nothing]
             for end in range(1, count + 1):
-                cuts = [
+                cut = min(
                     (add(value, sums[end] - sums[start]), (*starts, start))
                     for start, (value, starts) in enumerate(best[:end])
-                ]
-                longer.append(min(cuts))
+                )
+                longer.append(cut)
             best = longer
         return best[-1]
 

@@ -66,6 +66,10 @@ class _Least(NamedTuple):
     forward: list[float]  #: until the next stage can go on
     inward: list[float]
 
+    def way(self, out: int, back: int, end: int | None = None) -> float:
+        """Forwards from stage ``out`` up to an end, and back from there to stage ``back``."""
+        return sum(self.forward[out:end]) + sum(self.inward[back:end])
+
 
 def _least(p: Problem, costs: Costs) -> _Least:
     """From the costs; what messages take of a rank's time is left out."""
@@ -92,7 +96,7 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
         yield Bound(ends[rank].work + ends[rank].waits, reason)
         first = stages[0]
         last = least.both[first] - least.inward[first]
-        passes = sum(least.forward[first:]) + sum(least.inward[first:]) + last
+        passes = least.way(first, first) + last
         yield Bound(
             passes * max(p.load) + 2 * sum(p.link[first:]),
             f"rank {rank}: the way of a microbatch through all later stages and back",
@@ -100,7 +104,7 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
         if 0 < p.limit[rank] < inf:
             area = 0.0
             for s in stages:  # what its microbatches hold from F to I, times how long at least
-                passes = sum(least.forward[s:]) + sum(least.inward[s:])
+                passes = least.way(s, s)
                 links = 2 * sum(p.link[s:])
                 sizes = zip(p.size, p.load, strict=True)
                 area += p.saved[s] * sum(size * (load * passes + links) for size, load in sizes)
@@ -108,7 +112,7 @@ def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
             yield Bound(area / p.limit[rank], reason)
         for other, (there, *_) in enumerate(p.of_rank):
             if first < there:
-                passes = sum(least.forward[first:there]) + sum(least.inward[first:there]) + last
+                passes = least.way(first, first, there) + last
                 way = passes * short + 2 * sum(p.link[first:there])
                 yield Bound(
                     way + ends[other].until,
@@ -142,19 +146,17 @@ def _ends(p: Problem, least: _Least, rank: int) -> _Ends:
     backwards = [(least.both[s], p.saved[s]) for s in stages]
     weights = [(least.W[s], p.kept[s]) for s in stages]
     links = sum(p.link[first:]) + sum(p.link[last:])
-    there = sum(least.forward[first:]) + sum(least.inward[last + 1 :])
-    head = max(0.0, there * short + links - most(forwards))
+    head = max(0.0, least.way(first, last + 1) * short + links - most(forwards))
     # the last forward is one of the last stage; until its gradient has come back to the first
     # stage, there is only the work of what is held
-    back = sum(least.forward[last + 1 :]) + sum(least.inward[first + 1 :])
-    back = back * short + links
+    back = least.way(last + 1, first + 1) * short + links
     held = most(backwards + weights)
     tail = max(0.0, back - max(0.0, held - least.both[first] * short))
     until = work - held + back + least.inward[first] * short
     waits = max(head, tail)
     if sum(p.size) * sum(p.saved[s] for s in stages) > p.limit[rank] * ALMOST:
         # not all fit in memory, so that a backward comes before the last forward
-        until = until + head
+        until += head
         waits = head + tail
     return _Ends(work, waits, max(until, work - most(weights) + head))
 

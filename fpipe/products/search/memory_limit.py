@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
@@ -14,6 +13,10 @@ from ...errors import ScheduleError
 from .problem import ALMOST
 
 Memory: TypeAlias = float | str | Sequence[float | str] | None
+#: A number with a digit and one point at most; a prefix; whether that is a power of 1024.
+_LIMIT = re.compile(
+    r"\s*((?:[0-9]+\.?|[0-9]*\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE
+)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NUMBER = 4  #: bytes of one; a stage that saves less is not measured in bytes
 
@@ -26,12 +29,8 @@ def in_bytes(memory: float | str) -> float:
     """
     value = 0.0
     if isinstance(memory, str):
-        match = re.fullmatch(
-            r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", memory, re.IGNORECASE
-        )
-        if match:
-            with suppress(ValueError):  # two points
-                value = float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].lower()]
+        if match := _LIMIT.fullmatch(memory):
+            value = float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].lower()]
     elif isinstance(memory, (int, float)) and not isinstance(memory, bool):
         value = float(memory)
     if not value > 0:

@@ -54,7 +54,7 @@ def pack(
     # each sequence, the dearest first, joins the cheapest microbatch; none stays empty
     heap = [(0.0, 0, n) for n in range(microbatches)]  # cost, number of sequences, microbatch
     packed: list[list[int]] = [[] for _ in range(microbatches)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         total, members, n = heapq.heappop(heap)
         packed[n].append(index)
         heapq.heappush(heap, (total + costs[index], members + 1, n))

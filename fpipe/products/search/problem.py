@@ -54,10 +54,10 @@ class Problem:
     def of(
         cls,
         costs: Costs,
-        path: Sequence[int],
+        path: tuple[int, ...],
         ranks: int,
         microbatches: int,
-        limit: Sequence[float],
+        limit: Numbers,
     ) -> Problem:
         """From costs; the time that a message takes of its sender and receiver is added to their
         actions.
@@ -80,7 +80,7 @@ class Problem:
         send = crossing(costs.spread("send", stages - 1))
         receive = crossing(costs.spread("receive", stages - 1))
         return cls(
-            tuple(path),
+            path,
             ranks,
             F=added(times["F"], send, receive),
             I=added(times["I"], receive, send),
@@ -88,7 +88,7 @@ class Problem:
             saved=memory["F"],
             kept=tuple(-change for change in memory["W"]),
             link=crossing(costs.links(stages)),
-            limit=tuple(limit),
+            limit=limit,
             load=costs.spread("load", microbatches),
             size=costs.spread("size", microbatches),
             numbers=tuple(range(microbatches)),
@@ -139,7 +139,7 @@ class Problem:
     def needs(self) -> list[int]:
         """The action that each action needs; -1 for the Fs of the first stage, which need none."""
         count = self.microbatches
-        half = self.stages * self.microbatches
+        half = self.stages * count
         forwards = [*[-1] * count, *range(half - count)]
         return [*forwards, *range(half + count, 2 * half), *range(half - count, 2 * half)]
 

@@ -108,23 +108,21 @@ def solve_replicated(
     """
     times = costs.times(stages)
     work = [f + min(b, i + w) for f, b, i, w in zip(*(times[op] for op in "FBIW"), strict=True)]
-    found = partition(work, ranks, microbatches)
-    passes = [sum(work[s] for s in group) / 3 for group in found.groups]
+    groups, copies, load = partition(work, ranks, microbatches)
+    passes = [sum(work[s] for s in group) / 3 for group in groups]
     fitting: list[tuple[float, Schedule]] = []
     for name in NAMES:
-        schedule = load_pass("replicas").replicated(
-            name, found.groups, found.copies, microbatches, passes
-        )
+        schedule = load_pass("replicas").replicated(name, groups, copies, microbatches, passes)
         line = schedule.simulate(costs)
         if is_within(limit, line):
             fitting.append((line.span, schedule))
     if not fitting:
         raise ScheduleError(
-            f"no schedule of {len(found.groups)} groups of stages on {found.copies} ranks fits "
+            f"no schedule of {len(groups)} groups of stages on {copies} ranks fits "
             f"memory={min(limit):g}; give more memory, more ranks or smaller microbatches",
             rule="memory",
         )
-    pairs = zip(found.groups, found.copies, strict=True)
+    pairs = zip(groups, copies, strict=True)
     parts = ", ".join(f"{g[0]} to {g[-1]} on {k}" for g, k in pairs)
     reason = f"the busiest rank of the best partition: stages {parts} ranks"
-    return min(fitting, key=itemgetter(0))[1], Bound(found.load, reason)
+    return min(fitting, key=itemgetter(0))[1], Bound(load, reason)

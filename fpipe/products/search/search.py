@@ -85,13 +85,12 @@ def _passing(share: Callable[[], float]) -> Iterator[float]:
         yield passed
 
 
-def _variants(problem: Problem, costs: Costs) -> Iterator[Problem]:
+def _variants(p: Problem, costs: Costs) -> Iterator[Problem]:
     """The problem with its microbatches in several orders, and without split backwards where these
     are cheaper.
     """
-    yield problem
-    p = problem
-    times = costs.times(problem.stages)
+    yield p
+    times = costs.times(p.stages)
     if any(b < i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)):
         cheaper = replace(costs, I=times["B"], W=0.0, kept=0.0)
         unsplit = Problem.of(cheaper, p.path, p.ranks, p.microbatches, p.limit)
@@ -138,8 +137,7 @@ def variants(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
     mergeable = [b <= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)]
 
     def whole(before: AnyAction, action: Action) -> AnyAction | None:
-        follows = action.op == "W" and before == action._replace(op="I")
-        if follows and mergeable[action.stage]:
+        if action.op == "W" and mergeable[action.stage] and before == action._replace(op="I"):
             return action._replace(op="B")
         return None
 

@@ -62,9 +62,7 @@ class Solved(Schedule):
         span = self.timeline.span
         if span <= self.bound * ALMOST:
             return 0.0
-        if self.bound > 0:
-            return span / self.bound - 1
-        return inf
+        return span / self.bound - 1 if self.bound > 0 else inf
 
 
 def solve(

@@ -25,7 +25,7 @@ from .fill import Filled, fill
 from .problem import ALMOST, Problem, Rows, rows_of
 
 
-def dispatch(problem: Problem, places: Sequence[float]) -> Rows:
+def dispatch(p: Problem, places: Sequence[float]) -> Rows:
     """The Fs and Is of this block in order; some are missing where memory does not suffice.
 
     ``places`` are by pass, for microbatch 0. The period is the work of the busiest rank.
@@ -35,9 +35,8 @@ def dispatch(problem: Problem, places: Sequence[float]) -> Rows:
     >>> dispatch(p, [0, 1, 3, 2])
     [[0, 1, 4, 5], [2, 6, 3, 7]]
     """
-    p = problem
-    stages = problem.stages
-    count = problem.microbatches
+    stages = p.stages
+    count = p.microbatches
     period = max(p.work) / count or 1.0
     passes = [[*held, *(stages + s for s in held)] for held in p.of_rank]
     following = dict(pairwise([*range(stages), *range(2 * stages - 1, stages - 1, -1)]))
@@ -97,21 +96,21 @@ def _fits(
     for one, turn in turns.items():
         before = min(ceil((turns[early] - turn) / period), p.microbatches - done[one])
         changed = p.saved[one] if one < p.stages else -p.saved[one - p.stages]
-        for later in range(before):
-            changes.append((turn + later * period, changed * p.size[done[one] + later]))
+        changes += [
+            (turn + later * period, changed * p.size[done[one] + later]) for later in range(before)
+        ]
     first = held + p.saved[early] * p.size[done[early]]
     memory = accumulate((change for _, change in sorted(changes)), initial=first)
     return max(memory) <= p.limit[p.path[early]] * ALMOST
 
 
-def block(problem: Problem, forward: float, backward: float) -> list[float]:
+def block(p: Problem, forward: float, backward: float) -> list[float]:
     """Places of a microbatch that takes so many times as long from pass to pass.
 
     >>> from fpipe import Costs
     >>> block(Problem.of(Costs(), (0, 1), 2, 2, (2.0, 1.0)), 1.0, 2.0)
     [0.0, 1.0, 4.0, 2.0]
     """
-    p = problem
     last = p.stages - 1
     ways = [
         *((f + link) * forward for f, link in zip(p.F, (*p.link, 0.0), strict=True)),

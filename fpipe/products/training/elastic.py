@@ -107,7 +107,8 @@ class Members:
 
     def _connected(self) -> Manager:
         """A manager of torchft; the first rank serves the store of those of this copy."""
-        rank = self._group.here[0] // len(self._group.here)
+        here = self._group.here
+        rank = here[0] // len(here)
         host = _host(self._elastic.lighthouse)
         self._store = store(host) if rank == 0 else None
         address = self._store and (host, self._store.port)
@@ -124,7 +125,7 @@ class Members:
                 quorum_timeout=min(seconds, _ANSWER),
                 connect_timeout=seconds,
                 rank=rank,
-                world_size=self._group.size // len(self._group.here),
+                world_size=self._group.size // len(here),
                 store_addr=host,
                 store_port=port,
                 lighthouse_addr=self._elastic.lighthouse,

@@ -98,9 +98,8 @@ class Epochs:
         batches = self._under_way.pop(step, None)
         if batches is None:
             draw = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
-            order = torch.arange(self._size)
-            if self._shuffle:
-                order = torch.randperm(self._size, generator=draw)
+            size = self._size
+            order = torch.randperm(size, generator=draw) if self._shuffle else torch.arange(size)
             every = order[: len(self) * self.rows].view(len(self), self.rows)
             mine = every[position:, self._first : self._first + self._share].tolist()
             # for the workers' seed, which is drawn from the global generator otherwise

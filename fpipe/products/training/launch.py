@@ -168,9 +168,10 @@ def _start(context: Any, fn: partial[T], env: dict[str, str]) -> _Child:
     try:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        remedy = "define the function at the top of a module, or pass start='fork'"
-        what = f"{fn.func!r} or its arguments cannot be sent to another process ({error})"
-        raise LaunchError(f"{what}; {remedy}") from error
+        raise LaunchError(
+            f"{fn.func!r} or its arguments cannot be sent to another process ({error}); define the "
+            "function at the top of a module, or pass start='fork'"
+        ) from error
     except RuntimeError as error:
         if "bootstrapping" in str(error):  # this is a new process, which imports the script
             os._exit(_UNGUARDED)
@@ -207,16 +208,16 @@ def _end(children: Sequence[_Child], reported: Container[int]) -> None:
         if rank not in reported and child.process.is_alive():
             child.process.terminate()
     deadline = time.monotonic() + _ENDED
-    for rank, child in enumerate(children):
-        child.process.join(max(0.1, deadline - time.monotonic()))
-        if child.process.is_alive():  # stopped, or it ignores the request
-            child.process.kill()
-            child.process.join(_KILLED)
-        if child.process.is_alive():
+    for rank, (process, pipe) in enumerate(children):
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():  # stopped, or it ignores the request
+            process.kill()
+            process.join(_KILLED)
+        if process.is_alive():
             warnings.warn(
-                f"rank {rank} (process {child.process.pid}) did not end within {_KILLED:g} s "
+                f"rank {rank} (process {process.pid}) did not end within {_KILLED:g} s "
                 "after it was killed: a call of the system keeps it, such as one of a device or of "
                 "a network file system",
                 stacklevel=2,
             )
-        child.pipe.close()
+        pipe.close()

@@ -157,10 +157,8 @@ class Loop:
                 f"log={self.log!r:.200}, elastic={self.elastic!r:.200}; log= is a function of a "
                 "record, such as print, and elastic= what fpipe.elastic() returns"
             )
-        least = {"every": 1, "keep": 1, "keep_every": 0}
-        if any(
-            type(vars(self)[name]) is not int or vars(self)[name] < n for name, n in least.items()
-        ):
+        counts = (self.every, 1), (self.keep, 1), (self.keep_every, 0)
+        if any(type(count) is not int or count < least for count, least in counts):
             raise CheckpointError(
                 f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}; give "
                 "whole numbers: a loop writes a checkpoint every step at most, and keeps one at "
@@ -425,19 +423,20 @@ class Loop:
         args, sides = _arguments(self.pipe, batch(now.step), now.step)
         copy = 0 if self.elastic is None else self.elastic.copy
         state = self._of_tx(now)
-        stateful = self.pipe.config.stateful
+        config = self.pipe.config
+        stateful = config.stateful
         scaled = part_of(state, LossScaleState)
         options = {"state": now.state[1]} if stateful else {}
         loss, grads = step_of(
             now.params,
             *args,
             loss_scale=None if scaled is None else scaled.scale,
-            seed=seed_of(self.pipe.config.seed, now.step, copy),
+            seed=seed_of(config.seed, now.step, copy),
             **options,
             **sides,
         )
         loss, states = loss if stateful else (loss, None)
-        flag = torch.tensor([float(bool(signals))], device=self.pipe.config.device)
+        flag = torch.tensor([float(bool(signals))], device=config.device)
         for group in groups_of(self.pipe):
             flag = group.all_reduce(flag, "max")
         # This waits until all ranks have their gradients; none changes its parameters before.

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from errno import ELOOP, ENOSPC
-from functools import lru_cache, partial
+from functools import cache, partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -60,7 +60,7 @@ def log_to(path: Path, step: int) -> Callable[[Record], object]:
     """Appends records to a file, of which the lines up to a step stay. A file that cannot be
     written is warned of once; a link is not followed.
     """
-    warn = lru_cache(maxsize=None)(partial(warnings.warn, stacklevel=2))
+    warn = cache(partial(warnings.warn, stacklevel=2))
 
     def attempt(act: Callable[[], object]) -> None:
         try:

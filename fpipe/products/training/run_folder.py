@@ -49,11 +49,11 @@ class RunFolder(NamedTuple):
         """The steps that have a folder, ascending."""
         if self.path is None or not os.path.lexists(self.path):
             return []
-        if not Path(self.path).is_dir():
-            raise CheckpointError(f"{self.path} is no folder; give another path= for the run")
-        found = [folder for folder in Path(self.path).glob("step-*") if folder.is_dir()]
-        numbers = (_FOLDER.fullmatch(folder.name) for folder in found)
-        return sorted(int(match[1]) for match in numbers if match)
+        run = Path(self.path)
+        if not run.is_dir():
+            raise CheckpointError(f"{run} is no folder; give another path= for the run")
+        found = (folder.name for folder in run.glob("step-*") if folder.is_dir())
+        return sorted(int(match[1]) for match in map(_FOLDER.fullmatch, found) if match)
 
     def complete(self) -> tuple[int, ...]:
         """The steps that have a complete checkpoint, ascending; with ``tp=``, one of all ranks of a
