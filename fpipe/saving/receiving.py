@@ -67,6 +67,7 @@ def receive(
     >>> fpipe.receive(pipe, [("first.w", torch.eye(2)), ("last.w", torch.ones(2))])[1]
     {'w': tensor([1., 1.])}
     """
+    check_floating("dtype", dtype)
     pairs: Any = named_tensors
     if isinstance(named_tensors, (str, PathLike)):
         pairs = agree(pipe, lambda: stored(named_tensors))
@@ -81,7 +82,6 @@ def receive(
     }
     wanted = _wanted(names, templates)
     seen = set[str]()
-    check_floating("dtype", dtype)
     taken = dict[str, Tensor]()
     fault: Exception | None = None
     for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
@@ -89,8 +89,7 @@ def receive(
         try:
             if fault is None and wanted(name):
                 tensor = (value if isinstance(value, Tensor) else value()).detach()
-                kind = dtype if tensor.is_floating_point() else None  # None: its own
-                taken[name] = tensor.to(kind, copy=True)
+                taken[name] = tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
         except Exception as error:  # the other processes go on until all have seen all names
             fault = error
 
