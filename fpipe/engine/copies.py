@@ -130,6 +130,7 @@ def copies(
 
     Raises:
         StageError: if an option is wrong.
+        ArgumentError: if ``reduce_dtype`` is not floating.
         GroupError: if ``group`` is none.
 
     >>> import fpipe

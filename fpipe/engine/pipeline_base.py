@@ -402,6 +402,9 @@ class PipelineBase(Generic[Y, R]):
         Returns:
             The sum, on every process.
 
+        Raises:
+            StageError: for what is no tensor.
+
         >>> from fpipe import local, pipeline
         >>> pipeline([torch.mul] * 2, group=local(2)).all_sum(torch.ones(1))
         tensor([1.])
@@ -425,6 +428,9 @@ class PipelineBase(Generic[Y, R]):
 
         Returns:
             A pipeline that takes the same placed parameters.
+
+        Raises:
+            StageError: if ``training`` is neither True nor False.
 
         >>> from fpipe import from_module, local, pipeline
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))

@@ -733,7 +733,7 @@ def test_an_unknown_reduction_of_copies_is_refused():
 
 def test_a_dtype_in_which_no_gradient_is_sent_is_refused():
     for dtype in (torch.int32, "bf16"):
-        with pytest.raises(fpipe.errors.StageError, match="give a floating dtype"):
+        with pytest.raises(fpipe.errors.ArgumentError, match="give a floating dtype"):
             fpipe.copies(fpipe.local(1), reduce_dtype=dtype)  # type: ignore[arg-type]
 
 

@@ -352,6 +352,7 @@ def measure_costs(
 
     Raises:
         StageError: if the pipeline has no loss.
+        FpipeError: for fewer steps than 1.
 
     >>> from fpipe import local, make_schedule, pipeline
     >>> import torch

@@ -88,6 +88,9 @@ class Epochs:
         Returns:
             ``(x, *targets)``, as the data set has them.
 
+        Raises:
+            BatchError: for a step before 0.
+
         >>> x = torch.arange(6.0)
         >>> Epochs(torch.utils.data.TensorDataset(x, x), rows=2, shuffle=False)(1)
         (tensor([2., 3.]), tensor([2., 3.]))
