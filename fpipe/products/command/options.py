@@ -150,7 +150,7 @@ def look_options(command: Callable[..., None]) -> Callable[..., None]:
     @option(
         "--style screen|paper",
         "paper: .svg, .png and .pdf for a column of a paper, without a header, with letters of 7 "
-        "pt or more. A bar too narrow for its number has none; a larger --width has more numbers.",
+        "pt or more. All bars have their numbers, or none, where they do not fit the width.",
         "screen",
     )
     @wraps(command)

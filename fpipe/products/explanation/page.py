@@ -219,7 +219,8 @@ class Explanation:
             for title, (notes, rows) in self._tables.items()
         )
         return (
-            f"<h2>{escape(self.facts.title)}</h2><p>{pictures.with_code(self._about)}</p>{as_html(self.advice)}"
+            f"<h2>{escape(self.facts.title)}</h2><p>{pictures.with_code(self._about)}</p>"
+            f"{as_html(self.advice)}"
             f"{pictures.figure(self.timeline, titled=False, unit='bytes')}"
             f'<div style="display:flex;flex-wrap:wrap;gap:0 2em">{tables}</div>'
         )

@@ -131,8 +131,8 @@ def frame(
     else:  # the kinds with long bars have names then
         size = least
         named = size * longest
-        longest = max(bar.end - bar.start for scene in shown for bar in scene.bars)
-        if look.paper or longest * scale < named:  # for a paper all bars have one, or none
+        widest = max(bar.end - bar.start for scene in shown for bar in scene.bars) * scale
+        if look.paper or widest < named:  # for a paper all bars have one, or none
             detail = 0
     curve = round(CURVE * lane) if has_curves(scenes, look) else 0
     dense = min(scene.mean for scene in scenes) * scale < (PAPER_CELL if look.paper else LEAST_CELL)

@@ -554,15 +554,21 @@ def test_the_head_of_a_difference_is_short_on_a_phone(browser: Any, tmp_path: Pa
     page.close()
 
 
+def compared(browser: Any, folder: Path, width: int, height: int) -> Any:
+    """The page of ZBV against 1F1B."""
+    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
+    second.save(folder / "a.html", against=first)
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto((folder / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    return page
+
+
 def test_names_in_a_difference_have_letters_small_ones_for_the_other_stage(
     browser: Any, tmp_path: Path
 ):
     """Boxes had microbatches alone, and their colours do not tell F from W there."""
-    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
-    second.save(tmp_path / "a.html", against=first)
-    page = browser.new_page(viewport={"width": 1200, "height": 700})
-    page.goto((tmp_path / "a.html").as_uri())
-    page.wait_for_function("!!window.fpipe")
+    page = compared(browser, tmp_path, 1200, 700)
     shorts = "fpipe.state.scenes[1].lanes[0].parts_.flat().map((part) => part.short)"
     assert {"F0", "f0", "I0", "i0", "W0", "w0"} <= {*page.evaluate(shorts)}
     assert "small letters: a rank's other stage" in page.inner_text("#legend")
@@ -574,11 +580,7 @@ def test_names_in_a_difference_have_letters_small_ones_for_the_other_stage(
 
 def test_the_colours_of_a_difference_can_be_those_of_kinds_of_work(browser: Any, tmp_path: Path):
     """On a phone bars have no letters, so nothing told F from W."""
-    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
-    second.save(tmp_path / "a.html", against=first)
-    page = browser.new_page(viewport={"width": 390, "height": 844})
-    page.goto((tmp_path / "a.html").as_uri())
-    page.wait_for_function("!!window.fpipe")
+    page = compared(browser, tmp_path, 390, 844)
     keys = lambda: [*page.evaluate("fpipe.state.scenes[1].keys.map((one) => one.key[0])")]
     legend = lambda: page.inner_text("#legend")
     before = legend()
@@ -588,7 +590,7 @@ def test_the_colours_of_a_difference_can_be_those_of_kinds_of_work(browser: Any,
     assert "paler: stages 4-7" in legend()
     page.keyboard.press("d")
     assert {*keys()} == {"t"} and legend() == before
-    second.save(tmp_path / "b.html")
+    make_schedule("ZBV", 4, 8).simulate().save(tmp_path / "b.html")
     page.goto((tmp_path / "b.html").as_uri())
     page.wait_for_function("!!window.fpipe")
     assert page.locator("#shifts").is_hidden() and page.locator("#memory").is_visible()
@@ -597,11 +599,7 @@ def test_the_colours_of_a_difference_can_be_those_of_kinds_of_work(browser: Any,
 
 def test_the_panel_of_a_difference_begins_with_the_shift(browser: Any, tmp_path: Path):
     """On a phone it was cut off below the panel."""
-    first, second = (make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV"))
-    second.save(tmp_path / "a.html", against=first)
-    page = browser.new_page(viewport={"width": 390, "height": 844})
-    page.goto((tmp_path / "a.html").as_uri())
-    page.wait_for_function("!!window.fpipe")
+    page = compared(browser, tmp_path, 390, 844)
     at = where(page, "5I3", 1)
     page.mouse.click(at["x"], at["y"])
     told = page.inner_text("#chosen").splitlines()

@@ -36,7 +36,7 @@ function draw() {
 
 function paintNow() {
   if (!state.scenes.length) return;
-  const figures = state.byRank || state.scenes.some(({varies}) => varies.bubble || varies.peak);
+  const figures = state.scenes.some(({varies}) => varies.bubble || varies.peak);
   GUTTER = wideScreen() ? (state.byRank ? 204 : figures ? 172 : 84) : 46;
   const placed = arrange(state, lanes.clientHeight);
   state.rows = placed.rows;
